@@ -113,7 +113,7 @@ def test_no_way_to_write_a_line_names_another_team_than_the_tokens(tmp_path):
         data = "\n".join(forged).encode()
         answer = running.post("/v1/lines", data, authorization=f"Bearer {token}", x_bootseer_sender="n")
         assert (answer.status_code, answer.json()["accepted"]) == (202, len(forged))
-        found = scan([Source(name, Path(name), data=lines) for name, lines in running.raw().items()])
+        found = scan([Source(name, Path(name), data=[lines]) for name, lines in running.raw().items()])
     teams = [event.attrs.get("team", "llm") for event in found.events]
     assert set(teams) == {"llm"}
     assert all("team" in event.attrs for event in found.events if (event.stage, event.phase) == ("run", "begin"))

@@ -41,8 +41,8 @@ class Source:
     """None for standard input."""
     named: bool = True
     """The user named it; otherwise it was found in a folder, and it is no error if it cannot be read."""
-    data: bytes | Iterable[bytes] | None = None
-    """The content, instead of that of the file, whole or as uncompressed pieces; `path` is then only a name."""
+    data: Iterable[bytes] | None = None
+    """The content, instead of that of the file, as uncompressed pieces; `path` is then only a name."""
     data_ns: int = 0
     """When `data` was written."""
 
@@ -126,9 +126,7 @@ def blocks(source: Source) -> Iterator[bytes]:
     Raises `Cut` after the last block of a truncated or damaged compressed file, `PermanentError` if it cannot be read.
     """
     with os_errors_as(PermanentError, f"{source.name}: cannot be read"):
-        if isinstance(source.data, bytes):
-            yield from _unpacked(io.BytesIO(source.data))
-        elif source.data is not None:
+        if source.data is not None:
             yield from source.data
         elif source.path is None:
             if sys.stdin is None:

@@ -194,7 +194,7 @@ def _sources(raw: RawStore, arrived: Mapping[str, int], gone: set[str]) -> Itera
             logs[key.sender][key.sequence] = name
     events = (name for name in arrived if not name.endswith(LOG))
     for name, lines in raw.of_attempt(events, gone):
-        yield Source(name, Path(name), False, lines, arrived[name])
+        yield Source(name, Path(name), False, [lines], arrived[name])
     for sender, names in sorted(logs.items()):
         pieces = (lines for _, lines in raw.of_attempt((names[number] for number in sorted(names)), gone))
         # Named like its file, which identifies the node if no line does.
