@@ -289,7 +289,7 @@ def prune_command(grace: str, output: Output, **source: Any) -> None:
             catalog,
             time.time(),
             grace_s=parse_duration(grace, "--grace"),
-            in_use=_mounted(runtime),
+            in_use={layer for state in runtime.all() for layer in state.layers} | set(mounted_layers(runtime)),
             also_used=images_in(catalog.store).used_objects,
         )
     left = f"{plural(len(done.expired), 'environment')} expired, {done.num_waiting} within the grace period"
@@ -316,7 +316,3 @@ def show_pruned(output: Output, done: Pruned, document: Mapping[str, object], le
         f"{done.num_in_use} in use",
         failed=bool(done.problems),
     )
-
-
-def _mounted(runtime: Runtime) -> set[str]:
-    return {layer for state in runtime.all() for layer in state.layers} | set(mounted_layers(runtime))

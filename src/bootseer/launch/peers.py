@@ -193,11 +193,9 @@ class PeersStart:
             return None
 
     def _start(self, folder: Path) -> None:
-        wait_for = self._session.tracer.identity.num_nodes or 0
-
         def work(send: Send) -> None:
             try:
-                self._serve(folder, send, wait_for)
+                self._serve(folder, send)
             except Interrupted:
                 # Not left to the run, which may have been killed: that cannot be told by the parent process id, which
                 # stays the run's as long as one of its threads is alive. A service that fails leaves the folder to the
@@ -209,7 +207,7 @@ class PeersStart:
         while "state" in self._service.next_message(_READY_S):
             pass  # it ended before it was ready: its error follows
 
-    def _serve(self, folder: Path, send: Send, wait_for: int) -> None:
+    def _serve(self, folder: Path, send: Send) -> None:
         from bootseer.peers.members import Listed, open_source
         from bootseer.peers.readers import CHECKPOINT, CachedFiles
         from bootseer.peers.rendezvous import rendezvous_name
@@ -240,7 +238,7 @@ class PeersStart:
             limits = Limits(options.before, options.after)
             name = folder_name(identity.node) if options.wait_s else ""
             service = Service(folder, source, openers, limits, blocks.figures, tls=options.tls, name=name)
-            service.run(lambda: send({"ready": True}), wait_for=wait_for, wait_s=_TOGETHER_S)
+            service.run(lambda: send({"ready": True}), wait_for=identity.num_nodes or 0, wait_s=_TOGETHER_S)
         finally:
             if service is not None:
                 service.close()

@@ -281,14 +281,12 @@ class Deriver:
             if what != "transient":  # one that was killed may need more memory than there is
                 state.failures += 1
                 if state.failures >= _TRIES:
-                    self._give_up(attempt)
+                    with self._database.write() as connection:
+                        batch = schema.batch
+                        connection.execute(update(batch).where(attempt.of(batch)).values(done=True))
+                    _LOG.warning("%r, attempt %d: not tried again before `bootseer serve reindex`", *attempt)
                     state.is_changed = False
                     state.closes_ns = state.closes_ns or 0  # unknown if an earlier service left the start open
-
-    def _give_up(self, attempt: Attempt) -> None:
-        with self._database.write() as connection:
-            connection.execute(update(schema.batch).where(attempt.of(schema.batch)).values(done=True))
-        _LOG.warning("%r, attempt %d: not tried again before `bootseer serve reindex`", *attempt)
 
     def _close_starts(self) -> None:
         """Close starts whose time has come, and forget attempts that are finished."""

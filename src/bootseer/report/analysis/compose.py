@@ -143,7 +143,8 @@ class Analysis:
             overhead=_overhead(ready, nodes),
             stages=_scheduler_rows(ready) + rows,
             nodes=nodes,
-            ranks=_ranks(ready),
+            # One by one, if they are few enough to look at.
+            ranks=[_node(ready, lane) for lane in ready.lanes] if len(nodes) < len(ready.lanes) <= _MAX_RANKS else [],
             critical_chain=critical_chain(ready),
             stragglers=stragglers,
             straggler_groups=straggler_groups(ready, replay, stragglers, nodes),
@@ -192,12 +193,6 @@ def _ended_by(ready: Prepared) -> str:
     if ready.began:
         return min(lane.ended_by for lane in lanes if lane.outcome == OK)
     return max(lanes, key=lambda lane: (lane.end_ns, lane.ended_by)).ended_by
-
-
-def _ranks(ready: Prepared) -> list[model.Node]:
-    """A row per rank, if they are few enough to look at one by one."""
-    lanes = ready.lanes
-    return [_node(ready, lane) for lane in lanes] if len(ready.startup.nodes) < len(lanes) <= _MAX_RANKS else []
 
 
 def _endings(ready: Prepared) -> list[str]:

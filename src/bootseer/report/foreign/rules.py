@@ -131,7 +131,8 @@ class TableParser(Parser):
         hosts = fields.get("host", "")
         host = next(iter(expand_hosts(hosts)), "")
         place = Place(make.name(host), job=make.name(fields.get("job", "")))
-        at_ns = _time(line, fields)
+        at = fields.get("at")
+        at_ns = line_time(at, reference_ns=LATEST_NS - 1) if at else line.wall_ns
         attrs = _attrs(fields) | ({NODES: hosts} if hosts != host else {})
         now = _Open(line, self._now_ns if at_ns is None else at_ns, place, attrs, rule, _length(fields))
         key = (rule.stage, fields.get("key") or fields.get("job", ""))
@@ -255,11 +256,6 @@ class Site(TableParser):
         fields = {name: value.decode("utf-8", "replace") for name, value in groups.items() if value}
         role = TOOK if {"s", "ms"} & fields.keys() else next((role for role in (BEGIN, END) if role in fields), MARK)
         self._record(line, self._of_role[role], fields)
-
-
-def _time(line: Line, fields: Mapping[str, str]) -> int | None:
-    at = fields.get("at")
-    return line_time(at, reference_ns=LATEST_NS - 1) if at else line.wall_ns
 
 
 def _length(fields: Mapping[str, str]) -> int | None:

@@ -144,7 +144,7 @@ class TorchElasticParser(Parser):
         if agent.launched is not None:
             found.instant(agent.launched, "launcher_start", agent.launched.wall_ns, place=Place(job=self._job))
         for rendezvous in agent.all:
-            attrs = {"barrier": _barrier(rendezvous.restart), **rendezvous.attrs}
+            attrs = {"barrier": f"launcher_rendezvous:{rendezvous.restart}", **rendezvous.attrs}
             found.span(
                 rendezvous.line,
                 STAGE,
@@ -160,7 +160,3 @@ class TorchElasticParser(Parser):
         failed = [(line, "worker_failed", restart, attrs) for line, restart, attrs in agent.failures]
         for line, stage, restart, attrs in agent.instants + failed:
             found.instant(line, stage, line.wall_ns, place=Place(restart=restart, job=self._job), attrs=attrs)
-
-
-def _barrier(restart: int) -> str:
-    return f"launcher_rendezvous:{restart}"

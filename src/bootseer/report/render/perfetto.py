@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from bootseer.report.model import UNTRACKED, WAIT, WORK, Link, Node, Report, Segment
@@ -28,7 +27,12 @@ def render(report: Report) -> str:
 
 def trace(report: Report) -> dict[str, Any]:
     """The trace as the dict that `render` writes: `traceEvents` in the order that viewers need."""
-    us = partial(_microseconds, time_range(report.nodes)[0])
+    low_s = time_range(report.nodes)[0]
+
+    def us(moment_s: float) -> int:
+        """Seconds of the report as whole microseconds of the trace, which must not be negative."""
+        return max(0, round((moment_s - low_s) * 1e6))
+
     events = _metadata(_CHAIN_PID, f"{clean(report.startup.job)}: critical chain", -1)
     timed = _chain(report.critical_chain, us)
     for index, node in enumerate(in_order(report.nodes)):
@@ -53,11 +57,6 @@ def _about(report: Report) -> dict[str, Any]:
         "zero_unix_ns": str(startup.zero_ns),
         "clock_error": "unobserved" if report.clock.max_error_s is None else f"{report.clock.max_error_s:.6f} s",
     }
-
-
-def _microseconds(low_s: float, moment_s: float) -> int:
-    """Seconds of the report as whole microseconds of the trace, which must not be negative."""
-    return max(0, round((moment_s - low_s) * 1e6))
 
 
 def _metadata(pid: int, name: str, order: int) -> list[Event]:
