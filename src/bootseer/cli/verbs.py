@@ -26,7 +26,7 @@ _VERBS = {
     "history": ("fleet", "Show a job's past starts, and when they became slower."),
     "watch": ("fleet", "Show which nodes a starting job is still waiting for."),
     "agent": ("verbs", "Run the node's agent: cache limit, Prometheus metrics."),
-    "snapshotter": ("snapshotter", "Run the containerd proxy snapshotter: lazy images for Kubernetes."),
+    "snapshotter": ("agent", "Run the containerd proxy snapshotter: lazy images for Kubernetes."),
     "simulate": ("simulate", "Simulate startups on more nodes or with faster links."),
     "doctor": ("doctor", "Check what works on this machine, and explain what does not."),
     "bench": ("run", "Run the benchmarks on this machine."),
