@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Meta
 
-from bootseer.artifact.document import OtherVersionError, decode, encode, parse_object, printable
+from bootseer.artifact.document import OtherVersionError, decode, encode, printable
 from bootseer.blocks.block_file import BlockFile
 from bootseer.errors import CorruptError, PermanentError
-from bootseer.store.store import Stored
+from bootseer.store.store import Stored, parse_object
 
 SCHEMA = "bootseer.test/1"
 CONTENT = "sha256:" + "ab" * 32

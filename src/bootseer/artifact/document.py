@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from bootseer.errors import CorruptError, PermanentError
+from bootseer.store.store import parse_object
 
 _MORE = "more"
 _MAX_PROBLEM = 300
@@ -25,19 +26,6 @@ _T = TypeVar("_T")
 
 class OtherVersionError(PermanentError):
     """A document that another version of BootSeer wrote, and may still use."""
-
-
-def parse_object(data: bytes, label: str, limit: int) -> dict[str, Any]:
-    """Parse an untrusted JSON object of at most `limit` bytes. Raises `CorruptError` for anything else."""
-    if len(data) > limit:
-        raise CorruptError(f"{label}: {len(data)} bytes, more than the {limit} that are read")
-    try:
-        value = json.loads(data, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise CorruptError(f"{label}: not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CorruptError(f"{label}: not a JSON object")
-    return value
 
 
 def readable(kind: type[_T]) -> type[_T]:
@@ -104,7 +92,3 @@ def _names(kind: type) -> frozenset[str]:
     # `msgspec.inspect` would do, but takes longer than all other work on a document.
     fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
     return frozenset(getattr(kind, "__struct_encode_fields__", [field.name for field in fields]))
-
-
-def _refuse_constant(word: str) -> None:
-    raise ValueError(f"{word} is not a number")

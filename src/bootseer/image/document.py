@@ -13,10 +13,10 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from bootseer.artifact.document import OtherVersionError, convert, encode, parse_object, readable
+from bootseer.artifact.document import OtherVersionError, convert, encode, readable
 from bootseer.blocks.block_file import BlockFile
 from bootseer.errors import CorruptError, PermanentError
-from bootseer.store.store import Stored
+from bootseer.store.store import Stored, parse_object
 
 SCHEMA = "bootseer.image/2"
 MAX_DOCUMENT_BYTES = 16 << 20

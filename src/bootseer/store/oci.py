@@ -26,7 +26,7 @@ from msgspec import Struct
 from bootseer.errors import CorruptError, NotFoundError, UsageError
 from bootseer.io.retry import retrying
 from bootseer.io.tasks import Tasks
-from bootseer.store.registry import MANIFEST_TYPE, BlobUpload, Registry, parse_object
+from bootseer.store.registry import MANIFEST_TYPE, MAX_MANIFEST_BYTES, BlobUpload, Registry
 from bootseer.store.store import (
     PIECE_BYTES,
     Stored,
@@ -35,6 +35,7 @@ from bootseer.store.store import (
     check_range,
     is_content_name,
     name_of_upload,
+    parse_object,
     range_end,
 )
 
@@ -223,7 +224,7 @@ class OciStore:
 
     def _parsed(self, tag: str, timeout_s: float = 60.0) -> _Object:
         manifest = self.registry.manifest(tag, timeout_s=timeout_s)
-        document: Any = parse_object(manifest.data, f"{self.uri}: manifest {tag}")
+        document: Any = parse_object(manifest.data, f"{self.uri}: manifest {tag}", MAX_MANIFEST_BYTES)
         try:
             first = document["layers"][0]
             digest, size_bytes = first["digest"], first["size"]

@@ -23,7 +23,6 @@ import time
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
 from functools import partial
-from typing import Any
 from urllib.parse import urlsplit
 
 from msgspec import Struct
@@ -39,7 +38,7 @@ from bootseer.errors import (
     UsageError,
 )
 from bootseer.store.addresses import HOST, REPOSITORY, TAG
-from bootseer.store.store import check_range, is_content_name, upload_ended
+from bootseer.store.store import check_range, is_content_name, parse_object, upload_ended
 from bootseer.store.tokens import Authorizer, find_credentials
 from bootseer.store.transport import Answer, Origin, Transport, join, tls_hint
 
@@ -288,7 +287,8 @@ class Registry:
                 return
             self.expect(answer, "the list of tags", 200)
             # A registry without paging sends everything at once: 100,000 tags of 50 bytes fit.
-            document = parse_object(answer.body(2 * MAX_MANIFEST_BYTES), f"{self}: the list of tags")
+            data = answer.body(2 * MAX_MANIFEST_BYTES)
+            document = parse_object(data, f"{self}: the list of tags", len(data))
             tags = document.get("tags")  # null when there are none
             yield from (
                 tag for tag in (tags if isinstance(tags, list) else ()) if isinstance(tag, str) and TAG.fullmatch(tag)
@@ -419,17 +419,6 @@ class Registry:
         if answer.status in (408, 425, 429) or answer.status >= 500:
             return TransientError(digest, retry_after_s=retry_after_s)
         return PermanentError(digest)
-
-
-def parse_object(data: bytes, operation: str) -> dict[str, Any]:
-    """Parse an untrusted JSON object. Raises `CorruptError` for anything else."""
-    try:
-        document = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise CorruptError(f"{operation} is not valid JSON: {error}") from error
-    if not isinstance(document, dict):
-        raise CorruptError(f"{operation} is not a JSON object")
-    return document
 
 
 def _checked_reference(reference: str) -> str:

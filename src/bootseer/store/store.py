@@ -10,9 +10,10 @@ retries are up to the caller (`io.retry`, `fetch`).
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Generator, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from bootseer.errors import CorruptError, TooShortError, UsageError
 
@@ -157,3 +158,20 @@ def content_path(name: str) -> str:
     digits = name.removeprefix("sha256:")
     # Two levels: folders with millions of entries are slow on many file systems.
     return f"sha256/{digits[:2]}/{digits}"
+
+
+def parse_object(data: bytes, label: str, limit: int) -> dict[str, Any]:
+    """Parse an untrusted JSON object of at most `limit` bytes. Raises `CorruptError` for anything else."""
+    if len(data) > limit:
+        raise CorruptError(f"{label}: {len(data)} bytes, more than the {limit} that are read")
+    try:
+        value = json.loads(data, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise CorruptError(f"{label}: not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CorruptError(f"{label}: not a JSON object")
+    return value
+
+
+def _refuse_constant(word: str) -> None:
+    raise ValueError(f"{word} is not a number")

@@ -17,6 +17,7 @@ from bootseer.artifact import document
 from bootseer.blocks.block_file import BlockFile
 from bootseer.erofs.format import Attributes
 from bootseer.errors import CorruptError
+from bootseer.store.store import parse_object
 
 SCHEMA = "bootseer.layer/1"
 RULES = 2
@@ -57,7 +58,7 @@ def encode(layer: ConvertedLayer) -> bytes:
 
 def parse(data: bytes) -> ConvertedLayer:
     """Raises `CorruptError`, also for the lists of questions to lower layers that earlier versions stored."""
-    value = document.parse_object(data, _WHAT, MAX_BYTES)
+    value = parse_object(data, _WHAT, MAX_BYTES)
     if value.get("schema") != SCHEMA:
         raise CorruptError(f"{_WHAT}: schema {value.get('schema')!r}, {SCHEMA} expected")
     try:

@@ -13,7 +13,6 @@ from collections.abc import Generator
 from functools import partial
 from pathlib import Path
 
-from bootseer.artifact.document import parse_object
 from bootseer.errors import CorruptError, PermanentError, UsageError, os_errors_as
 from bootseer.image.reference import Reference
 from bootseer.image.sources.manifest import (
@@ -29,6 +28,7 @@ from bootseer.image.sources.manifest import (
     resolve_manifest,
 )
 from bootseer.image.sources.source import ImageSource, SourceLayer, open_plain, source_of
+from bootseer.store.store import parse_object
 
 _TAG = "org.opencontainers.image.ref.name"
 

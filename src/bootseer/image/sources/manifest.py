@@ -14,10 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from msgspec import Struct
 
-from bootseer.artifact.document import parse_object
 from bootseer.errors import CorruptError, PermanentError, UsageError
 from bootseer.image.document import MAX_CONFIG_BYTES, MAX_LAYERS, ImageDocument
-from bootseer.store.store import is_content_name
+from bootseer.store.store import is_content_name, parse_object
 
 MAX_MANIFEST_BYTES = 4 << 20
 MAX_LAYER_BYTES = 1 << 42
