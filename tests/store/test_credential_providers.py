@@ -12,8 +12,9 @@ import pytest
 
 from bootseer.errors import AccessError, NotFoundError, UsageError
 from bootseer.store import credential_providers as providers
+from bootseer.store.credential_providers import Credentials
 from bootseer.store.open import open_registry
-from bootseer.store.tokens import Credentials, find_credentials
+from bootseer.store.tokens import find_credentials
 from registry import PASSWORD, USER, Registry, needs_registry
 
 V1 = "credentialprovider.kubelet.k8s.io/v1"
@@ -167,8 +168,6 @@ def test_several_files_of_a_folder_are_taken_in_their_order(plugin: Callable[...
         json.dumps({"apiVersion": "kubelet.config.k8s.io/v1", "kind": "CredentialProviderConfig", "providers": []})
     )
     (folder / "notes.txt").write_text("{")
-    found, _ = providers.find_login(
-        "one.example", "a", {providers.CONFIG: str(folder), providers.PROGRAMS: str(tmp_path)}
-    )
-    assert found is not None
+    found = providers.find_login("one.example", "a", {providers.CONFIG: str(folder), providers.PROGRAMS: str(tmp_path)})
+    assert found.user
     assert asked.exists()

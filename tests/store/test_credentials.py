@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from bootseer.errors import AccessError
-from bootseer.store.tokens import Credentials, find_credentials
+from bootseer.store.credential_providers import Credentials
+from bootseer.store.tokens import find_credentials
 
 HOST = "registry.example:5000"
 

@@ -11,6 +11,7 @@ later; meanwhile there is no login, which public images do not need.
 
 from __future__ import annotations
 
+import base64
 import importlib
 import itertools
 import json
@@ -43,6 +44,24 @@ _DURATION = re.compile(r"(?:\d+(?:\.\d*)?(?:ns|us|µs|ms|s|m|h))+|0")
 _UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 DOCKER_HUB = ("docker.io", "index.docker.io", "registry-1.docker.io")
 """Names of the same registry."""
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """A login: a user with a password, or an identity token that is exchanged for access tokens."""
+
+    user: str = ""
+    password: str = member(default="", repr=False)
+    identity_token: str = member(default="", repr=False)
+    until: float = member(default=math.inf, compare=False)
+    """When (monotonic) to look it up again."""
+    why: str = member(default="", compare=False)
+    """Why there is none although there should be one."""
+
+    @property
+    def basic(self) -> str:
+        """The value of an `Authorization` header with user and password."""
+        return "Basic " + base64.b64encode(f"{self.user}:{self.password}".encode(errors="surrogateescape")).decode()
 
 
 class _Variable(msgspec.Struct):
@@ -101,30 +120,30 @@ class Found(NamedTuple):
     """The error message, if something failed."""
 
 
-def find_login(host: str, repository: str, env: Mapping[str, str]) -> tuple[Login | None, Found]:
-    """The login for `host[:port]/repository` from the plugins configured in `env`, and the result that it is part of.
+def find_login(host: str, repository: str, env: Mapping[str, str]) -> Credentials:
+    """The login for `host[:port]/repository` from the plugins configured in `env`.
 
-    None if no plugin has one, or it fails, which is logged.
+    Empty if no plugin has one, or it fails, which is logged.
     """
     config, programs = env.get(CONFIG, ""), env.get(PROGRAMS, "")
     if not config:
-        return None, Found()
+        return Credentials()
     image = f"{'docker.io' if host in DOCKER_HUB else host}/{repository}"
     reason, until = "", math.inf
     try:
         plugins = _plugins(config, programs, _changed(Path(config)))
     except UsageError as error:
         _LOG.warning("%s is requested without credentials: %s", image, error)
-        return None, Found({}, time.monotonic() + _FAILED_S, str(error))
+        return Credentials(until=time.monotonic() + _FAILED_S, why=str(error))
     for plugin in plugins:
         if any(matches(pattern, image) for pattern in plugin.provider.matchImages):
             found = plugin.ask(image)
             reason, until = reason or found.why, min(until, found.until)
             # The longest name is the most specific one.
-            for name in sorted(found.logins, key=len, reverse=True):
+            for name, login in sorted(found.logins.items(), key=lambda item: len(item[0]), reverse=True):
                 if matches(name, image):
-                    return found.logins[name], found
-    return None, Found({}, until, reason)
+                    return Credentials(login.username, login.password, until=found.until)
+    return Credentials(until=until, why=reason)
 
 
 def check_providers(env: Mapping[str, str]) -> None:

@@ -30,7 +30,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode, urlsplit
@@ -38,7 +37,7 @@ from urllib.parse import urlencode, urlsplit
 from msgspec import Struct
 
 from bootseer.errors import AccessError, PermanentError, TransientError
-from bootseer.store.credential_providers import DOCKER_HUB, find_login
+from bootseer.store.credential_providers import DOCKER_HUB, Credentials, find_login
 from bootseer.store.open import is_loopback
 from bootseer.store.transport import Answer, Origin, Transport
 
@@ -48,35 +47,12 @@ _HELPER = re.compile(r"[A-Za-z0-9._-]+")
 _NETRC = re.compile(r"\s*machine\s+(\S+)\s+login\s+(\S+)\s+password\s+(\S.*)")
 
 
-@dataclass(frozen=True, slots=True)
-class Credentials:
-    """A login: a user with a password, or an identity token that is exchanged for access tokens."""
-
-    user: str = ""
-    password: str = field(default="", repr=False)
-    identity_token: str = field(default="", repr=False)
-    until: float = field(default=math.inf, compare=False)
-    """When (monotonic) to look it up again."""
-    why: str = field(default="", compare=False)
-    """Why there is none although there should be one."""
-
-    @property
-    def basic(self) -> str:
-        """The value of an `Authorization` header with user and password."""
-        return "Basic " + base64.b64encode(f"{self.user}:{self.password}".encode(errors="surrogateescape")).decode()
-
-
 def find_credentials(host: str, repository: str = "") -> Credentials:
     """The login for a repository of `host[:port]`, empty if there is none, valid until its `until`.
 
     Raises `AccessError` when one exists but is unusable.
     """
-    found = _of_docker(host, repository) or _of_enroot(host)
-    if found is not None:
-        return found
-    login, source = find_login(host, repository, os.environ)
-    user, password = (login.username, login.password) if login is not None else ("", "")
-    return Credentials(user, password, until=source.until, why=source.why)
+    return _of_docker(host, repository) or _of_enroot(host) or find_login(host, repository, os.environ)
 
 
 def _of_docker(host: str, repository: str) -> Credentials | None:
