@@ -125,7 +125,7 @@ def acquire(
     if seen.kind != "free":
         return _as_held(seen, clock())
     # Released by a node that cannot delete, or just now: overwrite it, and check which node got it.
-    return _taken(store, name, record, seen, random.Random(), time.sleep)  # noqa: S311 - no secret
+    return _taken(store, name, record, seen, time.sleep)
 
 
 def take_over(
@@ -135,21 +135,15 @@ def take_over(
     dead: LeaseObservation,
     *,
     ttl_s: float = TTL_S,
-    rng: random.Random | None = None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Lease | Held | NoLease:
     """Take over a lease observed as dead; if several nodes do, the last writer holds it."""
     record = LeaseRecord(secrets.token_hex(16), node, os.getpid(), time.time(), ttl_s, taken=True)
-    return _taken(store, name, record, dead, rng or random.Random(), sleep)  # noqa: S311 - spreads requests, no secret
+    return _taken(store, name, record, dead, sleep)
 
 
 def _taken(
-    store: Store,
-    name: str,
-    record: LeaseRecord,
-    before: LeaseObservation,
-    rng: random.Random,
-    sleep: Callable[[float], None],
+    store: Store, name: str, record: LeaseRecord, before: LeaseObservation, sleep: Callable[[float], None]
 ) -> Lease | Held | NoLease:
     try:
         now = look(store, name)
@@ -158,7 +152,7 @@ def _taken(
         put(store, name, record.encode(), timeout_s=2 * _LOOK_S)
     except BootseerError as error:
         return NoLease(str(error))
-    sleep(rng.uniform(*_SETTLE_S))
+    sleep(random.uniform(*_SETTLE_S))  # noqa: S311 - spreads requests, no secret
     now = look(store, name)
     if now.record is not None and now.record.nonce == record.nonce:
         return Lease(store, name, record)

@@ -88,7 +88,7 @@ def wait(
         if step is Next.FREE:
             lease = acquire(store, name, node, ttl_s=ttl_s)
             return WaitResult("builder-gave-up", lease=lease if isinstance(lease, Lease) else None)
-        taken = take_over(store, name, node, seen, ttl_s=ttl_s, rng=rng, sleep=sleep)
+        taken = take_over(store, name, node, seen, ttl_s=ttl_s, sleep=sleep)
         if isinstance(taken, Lease):
             return WaitResult("builder-died", lease=taken)
         if isinstance(taken, NoLease):
