@@ -40,6 +40,7 @@ from bootseer.image.mounting.mounted import unmount
 from bootseer.image.mounting.request import Request
 from bootseer.image.mounting.resolve import resolve_image
 from bootseer.image.reference import Reference, SourceKind, parse_reference, store_uri
+from bootseer.image.sources.manifest import read_diff_ids
 from bootseer.io import locks
 from bootseer.io.files import replace_file
 from bootseer.io.tasks import Tasks
@@ -324,9 +325,7 @@ def _chains(document: ImageDocument) -> dict[str, int]:
     Empty if the document's layers differ from the image's: a layer that hides all below it makes those needless.
     """
     files = [(number, layer.diff_id) for number, layer in enumerate(document.layers, 1) if layer.diff_id]
-    rootfs: Any = document.config.get("rootfs")
-    named = rootfs.get("diff_ids") if isinstance(rootfs, dict) else None
-    if [diff_id for _, diff_id in files] != named:
+    if tuple(diff_id for _, diff_id in files) != read_diff_ids(document.config, None, document.name):
         return {}
     chains: dict[str, int] = {}
     chain = ""

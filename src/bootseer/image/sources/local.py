@@ -6,13 +6,17 @@ digest. The image's digest is then computed from its configuration and layers, s
 
 from __future__ import annotations
 
-import json
 import os
 import tarfile
 from collections.abc import Generator
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
+import msgspec
+from msgspec import Meta, Struct
+
+from bootseer.artifact.document import readable
 from bootseer.errors import CorruptError, PermanentError, UsageError, os_errors_as
 from bootseer.image.reference import Reference
 from bootseer.image.sources.manifest import (
@@ -96,21 +100,27 @@ _MAX_MEMBERS = 100_000
 _PIECE = 1 << 20
 
 
+@readable
+class _Saved(Struct, rename={"config": "Config", "layers": "Layers", "tags": "RepoTags"}):
+    """One image in `manifest.json`."""
+
+    config: str
+    layers: Annotated[list[str], Meta(min_length=1)]
+    tags: list[str] | None = None
+
+
 def open_archive(reference: Reference) -> ImageSource:
     """The image of a name (`repository:tag`), or the only image if no name is given. Raises as `open.open_source`."""
     where = str(reference)
     path = Path(reference.path)
     members = _members(path, where)
     entry = _archive_entry(_read_document(path, members, "manifest.json", where), reference, where)
-    config_name, layer_names = entry.get("Config"), entry.get("Layers")
-    if not isinstance(config_name, str) or not isinstance(layer_names, list) or not layer_names:
-        raise CorruptError(f"{where}: manifest.json names no configuration or no layers")
-    data = _read_document(path, members, config_name, where)
+    data = _read_document(path, members, entry.config, where)
     config = read_config(data, where)
-    diff_ids = read_diff_ids(config, len(layer_names), where)
+    diff_ids = read_diff_ids(config, len(entry.layers), where)
     layers = []
-    for name, diff_id in zip(layer_names, diff_ids, strict=True):
-        begin, size = _locate(members, str(name), where)
+    for name, diff_id in zip(entry.layers, diff_ids, strict=True):
+        begin, size = _locate(members, name, where)
         layers.append(SourceLayer("", size, diff_id, partial(_read_range, path, begin, size)))
     return ImageSource(where, archive_digest(data, diff_ids), config, data, tuple(layers))
 
@@ -130,14 +140,11 @@ def _members(path: Path, where: str) -> dict[str, tarfile.TarInfo]:
     return members
 
 
-def _archive_entry(data: bytes, reference: Reference, where: str) -> dict[str, object]:
+def _archive_entry(data: bytes, reference: Reference, where: str) -> _Saved:
     try:
-        rows = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise CorruptError(f"{where}: manifest.json is not JSON: {error}") from error
-    entries = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
-    if not entries:
-        raise CorruptError(f"{where}: manifest.json names no image")
+        entries: list[_Saved] = msgspec.json.decode(data, type=Annotated[list[_Saved], Meta(min_length=1)])
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise CorruptError(f"{where}: manifest.json: {error}") from error
     if not reference.tag:
         if len(entries) > 1:
             raise UsageError(f"{where}: several images", hint=f"add one of: {', '.join(_names(entries))}")
@@ -149,12 +156,8 @@ def _archive_entry(data: bytes, reference: Reference, where: str) -> dict[str, o
     raise UsageError(f"{where}: no such image", hint=f"names there: {', '.join(_names(entries)) or 'none'}")
 
 
-def _names(entries: list[dict[str, object]]) -> list[str]:
-    found: list[str] = []
-    for entry in entries:
-        tags = entry.get("RepoTags")
-        found += [str(tag) for tag in tags] if isinstance(tags, list) else []
-    return found
+def _names(entries: list[_Saved]) -> list[str]:
+    return [tag for entry in entries for tag in entry.tags or ()]
 
 
 def _locate(members: dict[str, tarfile.TarInfo], name: str, where: str) -> tuple[int, int]:

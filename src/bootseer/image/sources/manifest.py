@@ -11,9 +11,11 @@ import json
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
+from bootseer.artifact.document import convert, readable
 from bootseer.errors import CorruptError, PermanentError, UsageError
 from bootseer.image.document import MAX_CONFIG_BYTES, MAX_LAYERS, ImageDocument
 from bootseer.store.store import is_content_name, parse_object
@@ -48,12 +50,14 @@ class Platform(Struct, frozen=True):
         return cls(*parts)
 
 
-class Descriptor(Struct, frozen=True):
+@readable
+class Descriptor(Struct, frozen=True, rename={"size_bytes": "size", "media_type": "mediaType"}):
     """A reference to a blob in a document."""
 
-    digest: str
-    size_bytes: int
+    digest: Annotated[str, Meta(pattern=r"\Asha256:[0-9a-f]{64}\Z")]
+    size_bytes: Annotated[int, Meta(ge=0, le=MAX_LAYER_BYTES)]
     media_type: str = ""
+    urls: Sequence[str] | None = None
 
 
 class Manifest(Struct, frozen=True):
@@ -78,9 +82,10 @@ def read_manifest(data: bytes, media_type: str, where: str) -> Manifest | Mappin
         raise PermanentError(f"{where}: not an image: its manifest has no configuration or no layers")
     if not 1 <= len(rows) < MAX_LAYERS:
         raise PermanentError(f"{where}: {len(rows)} layers; 1 to {MAX_LAYERS - 1} can be mounted")
-    found = _descriptor(config, f"{where}: the configuration", MAX_CONFIG_BYTES)
-    if found.media_type and found.media_type not in _CONFIGS:
-        raise PermanentError(f"{where}: not an image: its configuration has the type {found.media_type}")
+    found = convert(config, Descriptor, f"{where}: the configuration")
+    if found.size_bytes > MAX_CONFIG_BYTES or (found.media_type and found.media_type not in _CONFIGS):
+        kind = f"the type {found.media_type} and {found.size_bytes} bytes"
+        raise PermanentError(f"{where}: not an image: its configuration has {kind}")
     return Manifest(data, found, tuple(_layer(row, f"{where}: layer {number}") for number, row in enumerate(rows, 1)))
 
 
@@ -95,7 +100,7 @@ def choose(index: Mapping[str, object], platform: Platform, where: str) -> Descr
         listed = row.get("platform")
         if not isinstance(listed, dict):
             if len(rows) == 1:
-                return _descriptor(row, where, MAX_MANIFEST_BYTES)
+                return convert(row, Descriptor, where)
             continue
         found = Platform(str(listed.get("os")), str(listed.get("architecture")), str(listed.get("variant") or ""))
         offered.append(found)
@@ -104,7 +109,7 @@ def choose(index: Mapping[str, object], platform: Platform, where: str) -> Descr
         ):
             fitting.append(((found.variant != platform.variant, found.variant), row))
     if fitting:  # the same variant, or the lowest: what is built for amd64/v3 does not run on every amd64
-        return _descriptor(min(fitting, key=operator.itemgetter(0))[1], where, MAX_MANIFEST_BYTES)
+        return convert(min(fitting, key=operator.itemgetter(0))[1], Descriptor, where)
     # BuildKit lists attestations as manifests for the platform unknown/unknown.
     known = ", ".join(sorted({str(one) for one in offered if one.os != "unknown"})) or "none"
     raise PermanentError(f"{where}: no image for {platform}; available: {known}")
@@ -202,23 +207,12 @@ def _digest_of(value: object) -> str:
 
 
 def _layer(row: object, where: str) -> Descriptor:
-    layer = _descriptor(row, where, MAX_LAYER_BYTES)
+    layer = convert(row, Descriptor, where)
     kind = layer.media_type
-    if "foreign" in kind or "nondistributable" in kind or (isinstance(row, dict) and row.get("urls")):
+    if "foreign" in kind or "nondistributable" in kind or layer.urls:
         raise PermanentError(f"{where}: layers outside the registry cannot be converted ({kind})")
     if "encrypted" in kind:
         raise PermanentError(f"{where}: encrypted ({kind}); decrypt the image first")
     if kind and not kind.startswith(_LAYERS):
         raise PermanentError(f"{where}: {kind} is not a file system layer")
     return layer
-
-
-def _descriptor(row: object, where: str, limit: int) -> Descriptor:
-    if not isinstance(row, dict):
-        raise CorruptError(f"{where}: the descriptor is missing")
-    digest, size, media_type = row.get("digest"), row.get("size"), row.get("mediaType", "")
-    if not isinstance(digest, str) or not is_content_name(digest):
-        raise PermanentError(f"{where}: {str(digest)[:100]!r} is not a sha256 digest")
-    if type(size) is not int or not 0 <= size <= limit or not isinstance(media_type, str):
-        raise CorruptError(f"{where}: its descriptor has no valid size")
-    return Descriptor(digest, size, media_type)
