@@ -7,10 +7,7 @@ with keys that obstore refuses. They use Amazon's botocore, which supports all l
 from __future__ import annotations
 
 import os
-import queue
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -21,14 +18,9 @@ from typing import Any, Final
 import obstore
 
 from bootseer.errors import AccessError, BootseerError, NotFoundError, TransientError, UsageError, needs_extra
-from bootseer.io.executor import Executor
 from bootseer.places.bucket import CALL_S, LOGIN, MAX_PARTS, PART_BYTES, PARTS_AT_ONCE, WRITE_S, Bucket, allows_http
 
 _MAX_OBJECT_BYTES = 5 << 40
-_MAX_AHEAD = 2
-"""Queued pieces of a part."""
-_POLL_S: Final = 0.5
-"""How often the sending thread checks whether its part was aborted."""
 
 
 class ObjectPart:
@@ -39,85 +31,52 @@ class ObjectPart:
 
     def __init__(self, bucket: Bucket, path: str, key: str, most_bytes: int = 0) -> None:
         self.path = path
+        self.key = key
         # An upload has at most MAX_PARTS parts. If the length is unknown, they have the usual size.
         self._part_bytes = max(PART_BYTES, -(-most_bytes // MAX_PARTS) if most_bytes <= _MAX_OBJECT_BYTES else 0)
         self._bucket = bucket
-        self.key = key
         self._buffer = bytearray()
-        self._pieces: queue.Queue[bytes | None] = queue.Queue(_MAX_AHEAD)
-        self.is_sending = False
-        """Whether a multipart upload has begun. Until then `key` may be changed."""
-        self._sent: Future[None] = Future()
-        """Done when the sending thread ends."""
-        self._is_aborted = False
+        self._upload: Any = None
+        """obstore's writer of a large object."""
         self._ended = False
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether a multipart upload has begun. Until then `key` may be changed."""
+        return self._upload is not None
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         self._buffer += data
         while len(self._buffer) > self._part_bytes:
-            if not self.is_sending:
-                _uploads.submit(self._send)
-                self.is_sending = True
-            self._give(bytes(memoryview(self._buffer)[: self._part_bytes]))
+            self._send(bytes(memoryview(self._buffer)[: self._part_bytes]))
             del self._buffer[: self._part_bytes]
 
-    def _give(self, piece: bytes | None) -> None:
-        until_s = time.monotonic() + WRITE_S
-        while time.monotonic() < until_s:
-            if self._sent.done():
-                self._sent.result()  # raises its error
-            with suppress(queue.Full):
-                self._pieces.put(piece, timeout=_POLL_S)
-                return
-        raise TransientError(f"{self._bucket.uri}/{self.path}: the server accepted no data for {WRITE_S:.0f} s")
-
-    def _send(self) -> None:
-        def pieces() -> Iterator[bytes]:
-            while not self._is_aborted:  # after `abort` no piece follows
-                with suppress(queue.Empty):
-                    if (piece := self._pieces.get(timeout=_POLL_S)) is None:
-                        return
-                    yield piece
-            raise TransientError("aborted")  # obstore then aborts the upload, which removes its parts
-
-        try:
-            with self._bucket.mapping(self.path):
-                obstore.put(
-                    self._bucket.writer, self.key, pieces(), use_multipart=True, chunk_size=self._part_bytes,
-                    max_concurrency=PARTS_AT_ONCE,
-                )  # fmt: skip
-            self._sent.set_result(None)
-        except BaseException as error:  # panics of Rust code are not Exceptions
-            self._sent.set_exception(error if isinstance(error, BootseerError) else TransientError(str(error)))
+    def _send(self, piece: bytes) -> None:
+        if self._upload is None:
+            self._upload = obstore.open_writer(
+                self._bucket.writer, self.key, buffer_size=self._part_bytes, max_concurrency=PARTS_AT_ONCE
+            )
+        self._bucket.call(self.path, partial(self._upload.write, piece), WRITE_S)
 
     def close(self) -> tuple[str, ...]:
-        if not self.is_sending:
-            data = bytes(self._buffer)
+        data = bytes(self._buffer)
+        if self._upload is None:
             put = partial(obstore.put, self._bucket.writer, self.key, data, use_multipart=False)
             self._bucket.call(self.path, put, WRITE_S)
-            self._ended = True
-            return ()
-        if self._buffer:
-            self._give(bytes(self._buffer))
-        self._give(None)
-        try:
-            self._sent.result(WRITE_S)
-        except TimeoutError:
-            raise TransientError(
-                f"{self._bucket.uri}/{self.path}: the server did not complete the upload within {WRITE_S:.0f} s"
-            ) from None
+        else:
+            self._send(data)
+            self._bucket.call(self.path, self._upload.close, WRITE_S)
         self._ended = True
         return ()
 
     def abort(self) -> None:
         if self._ended:
             return
-        self._ended = self._is_aborted = True
-        if self.is_sending:
-            wait([self._sent], CALL_S)
-
-
-_uploads = Executor("bootseer-upload")
+        self._ended = True
+        if self._upload is not None:
+            end = partial(self._upload.__exit__, TransientError, TransientError("aborted"), None)  # removes its parts
+            with suppress(BootseerError):
+                self._bucket.call(self.path, end, CALL_S)
 
 
 _TIMEOUT_S: Final = 10
