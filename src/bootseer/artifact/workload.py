@@ -59,7 +59,7 @@ def _parts(words: Sequence[str], depth: int) -> Iterator[str]:
     program = _program(words[0])
     yield f"program {program}"
     verbs = 0  # how many more plain words may follow; options end it
-    if not _is_shell(program):
+    if program not in _SHELLS:
         verbs = _MAX_VERBS
     for before, word in pairwise(words):
         if before == "-m" and _MODULE.fullmatch(word):
@@ -83,17 +83,13 @@ def _program(word: str) -> str:
     return name if _SCRIPT.fullmatch(name) else re.sub(r"[\d.]+$", "", name) or name
 
 
-def _is_shell(program: str) -> bool:
-    return program in _SHELLS
-
-
 def _script(word: str) -> str:
     *folders, name = [part for part in word.split("/") if part not in ("", ".")]
     return "/".join([*(re.sub(r"\d+", "#", folder) for folder in folders[-1:]), name])
 
 
 def _text(program: str, text: str, depth: int) -> Iterator[str]:
-    if not _is_shell(program) or depth >= _MAX_DEPTH:
+    if program not in _SHELLS or depth >= _MAX_DEPTH:
         yield f"text {text}"
         return
     try:
@@ -118,7 +114,7 @@ def _label(parts: Sequence[str]) -> str:
     scripts = [name for kind, name in kinds if kind in ("script", "module")]
     programs = [name for kind, name in kinds if kind == "program"]
     # Of a shell's text the first program that is not a shell.
-    names = scripts[-1:] or [name for name in programs if not _is_shell(name)] or programs
+    names = scripts[-1:] or [name for name in programs if name not in _SHELLS] or programs
     name = names[0].rpartition("/")[2] if names else ""
     return re.sub(r"[^A-Za-z0-9_.-]+", "_", name)[:40].strip(".-") or "command"
 

@@ -12,7 +12,7 @@ import select
 import socket as network
 import stat
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -245,14 +245,9 @@ def _info(record: Record) -> bytes:
             field(3, record.kind),
             field(4, _time(record.created_s)),
             field(5, _time(record.updated_s)),
-            *(field(6, entry) for entry in _entries(record.labels)),
+            *(field(6, field(1, name) + field(2, value)) for name, value in record.labels.items()),
         )
     )
-
-
-def _entries(labels: Mapping[str, str]) -> Iterator[bytes]:
-    for name, value in labels.items():
-        yield field(1, name) + field(2, value)
 
 
 def _time(seconds: float) -> bytes:

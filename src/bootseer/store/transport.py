@@ -250,7 +250,22 @@ class Transport:
             sent = {"Accept-Encoding": "identity", "User-Agent": "bootseer", **(headers or {})}
             if authorization is not None and origin == own:
                 sent["Authorization"] = authorization
-            answer = self._once(method, url, origin, sent, body, until)
+            left_s = until - time.monotonic()
+            if left_s <= 0:
+                raise TransientError(f"{origin}: no time is left for a request")
+            with _mapped(origin, left_s, tls_hint(origin)):
+                response = self._pool(origin).request(
+                    method,
+                    url,
+                    headers=sent,
+                    body=body,
+                    timeout=urllib3.Timeout(total=left_s),
+                    retries=False,
+                    redirect=False,
+                    preload_content=False,
+                    decode_content=False,
+                )
+            answer = Answer(response, url, left_s)
             # Without the query: signed addresses grant access.
             _LOG.debug("%s %s %s: %d", method, url.partition("?")[0], sent.get("Range", ""), answer.status)
             if answer.status not in _REDIRECTS or method not in ("GET", "HEAD"):
@@ -267,32 +282,6 @@ class Transport:
             pools, self._pools = self._pools, {}
         for pool in pools.values():
             pool.clear()
-
-    def _once(
-        self,
-        method: str,
-        url: str,
-        origin: Origin,
-        headers: dict[str, str],
-        body: bytes | None,
-        until: float,
-    ) -> Answer:
-        left_s = until - time.monotonic()
-        if left_s <= 0:
-            raise TransientError(f"{origin}: no time is left for a request")
-        with _mapped(origin, left_s, tls_hint(origin)):
-            response = self._pool(origin).request(
-                method,
-                url,
-                headers=headers,
-                body=body,
-                timeout=urllib3.Timeout(total=left_s),
-                retries=False,
-                redirect=False,
-                preload_content=False,
-                decode_content=False,
-            )
-        return Answer(response, url, left_s)
 
     def _pool(self, origin: Origin) -> urllib3.PoolManager:
         """The connection pool with the TLS settings of this origin."""

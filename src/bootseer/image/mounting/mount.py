@@ -38,7 +38,6 @@ from bootseer.mounts.control import FILES
 from bootseer.mounts.layers import MountMethod, copy_attributes, mount_overlay
 from bootseer.mounts.process import ProcessId
 from bootseer.mounts.shared_layers import mount_layer, unmount_own
-from bootseer.mounts.state import MountState
 from bootseer.store.open import open_store
 
 LayersAbove = Callable[[str], Sequence[Path]]
@@ -88,8 +87,15 @@ def mount_image(
         attributes=attributes,
         refused=found,
     )
-    state, known = mount.run(request.store)
-    return mount.handle(state, known)
+    state, facts = mount.run(request.store)
+    document, better = mount.image.document, methods.better_ones(found, mount.method)
+    facts |= {
+        "image": mount.subject.name,
+        "refused_ways": "; ".join(f"{method.value}: {reason}" for method, reason in better.items()),
+        "layers": len(mount.stack),
+        "stored_bytes": document.stored_bytes,
+    }
+    return MountedImage(mount, state, facts, document.config)
 
 
 @dataclass(kw_only=True)
@@ -107,7 +113,7 @@ class _ImageMount(LazyMount):
 
     def find(self, *, in_child: bool = False) -> tuple[Subject, Sequence[Index]]:
         request = self.options
-        self._image = image = (
+        self.image = image = (
             resolve_image(request, say=self.say, in_child=True)
             if in_child
             else resolve_image(request, stage=self.stage, say=self.say, show=self.show, missing=self.missing)
@@ -119,26 +125,13 @@ class _ImageMount(LazyMount):
         return image, image.indexes
 
     def is_outdated(self) -> bool:
-        request, image = self.options, self._image
+        request, image = self.options, self.image
         with contextlib.closing(open_store(image.store_uri, plain_http=request.plain_http, mirrored=True)) as store:
             if not image.is_shared:
                 if is_gone := bool(missing(store, image.document.objects)):  # `delete_idle` kept the document only
                     store.delete(image.document.name)
                 return is_gone
             return Metadata(request.cache, self.say).is_outdated(image.document, store, request.signatures)
-
-    def handle(self, state: MountState, facts: dict[str, object]) -> MountedImage:
-        """The caller's handle of the finished mount."""
-        document = self._image.document
-        facts |= {
-            "image": self.subject.name,
-            "refused_ways": "; ".join(
-                f"{method.value}: {reason}" for method, reason in methods.better_ones(self.refused, self.method).items()
-            ),
-            "layers": len(self.stack),
-            "stored_bytes": document.stored_bytes,
-        }
-        return MountedImage(self, state, facts, document.config)
 
     def unmount_files(self) -> None:
         with contextlib.suppress(BootseerError):
