@@ -14,6 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,8 @@ class LazyMount(Materializer, ABC):
             try:
                 self.stack = open_all()
                 is_complete = all(layer.complete for layer in self.stack)
-                if self.is_cached and not is_complete and self._is_outdated(store_uri):
+                ask = partial(run_in_child, self.is_outdated) if breaks_forks(store_uri) else self.is_outdated
+                if self.is_cached and not is_complete and ask():
                     self.subject, indexes = self._find(store_uri)
                     self.stack = open_all()
                 return self._mount()
@@ -109,9 +111,6 @@ class LazyMount(Materializer, ABC):
                 except NotFoundError as error:
                     self.missing = str(error)
         return self.find()
-
-    def _is_outdated(self, store_uri: str | None) -> bool:
-        return bool(run_in_child(self.is_outdated)) if breaks_forks(store_uri) else self.is_outdated()
 
     def _fetch_metadata(self) -> None:
         """In a child process: copy all metadata that the mount needs from the store to this node."""

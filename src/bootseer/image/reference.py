@@ -100,7 +100,9 @@ def _parse_any(text: str) -> Reference:
     if colon and kind == SourceKind.FOLDER.value:
         return Reference(SourceKind.FOLDER, path=_path(rest, text))
     if colon and kind == SourceKind.LAYOUT.value:
-        path, tag = _split_tag(rest)
+        # The text after the last colon, if it is a valid tag.
+        path, _, tag = rest.rpartition(":")
+        path, tag = (path, tag) if path and TAG.fullmatch(tag) else (rest, "")
         return Reference(SourceKind.LAYOUT, path=_path(path, text), tag=tag)
     if colon and kind == SourceKind.ARCHIVE.value:
         # An image's name in an archive may contain a colon, so the file's name ends at the first one.
@@ -132,12 +134,6 @@ def _in_registry(text: str) -> Reference:
     if host == "docker.io" and "/" not in repository:
         repository = f"library/{repository}"
     return Reference(SourceKind.REGISTRY, host, repository, tag, digest)
-
-
-def _split_tag(text: str) -> tuple[str, str]:
-    """Split a folder from the tag after its last colon, if that text is a valid tag."""
-    path, colon, tag = text.rpartition(":")
-    return (path, tag) if colon and path and TAG.fullmatch(tag) else (text, "")
 
 
 def _path(path: str, text: str) -> str:

@@ -228,8 +228,12 @@ class _MountDaemon:
                 self._served.end_startup()
                 self._end_recording()
                 return {"recording": False}
-            case "leave":
-                self._detach()
+            case "leave":  # unmount lazily: the daemon ends with the last user of the mount
+                if not self._detached:
+                    self._detached = True
+                    self._served.stop_prefetch()
+                    self._end_recording()
+                    self._session.detach()
                 return {"left": True}
             case "stop" | "end":
                 self.unmount(force=request == "end")
@@ -269,14 +273,6 @@ class _MountDaemon:
             recorder.close()
         except Exception as error:  # the record stays on the disk; the mount goes on
             _LOG.warning("the record was not handed over: %s: %s", type(error).__name__, error)
-
-    def _detach(self) -> None:
-        """Unmount lazily; the daemon ends with the last user of the mount."""
-        if not self._detached:
-            self._detached = True
-            self._served.stop_prefetch()
-            self._end_recording()
-            self._session.detach()
 
     def unmount(self, *, force: bool) -> None:
         """Unmount, with retries while it is busy; after `_BUSY_S` by force, or raise `TransientError`."""

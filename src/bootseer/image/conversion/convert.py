@@ -14,7 +14,6 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from concurrent.futures import CancelledError as FutureCancelledError
 from contextlib import closing
 from functools import lru_cache, partial
-from pathlib import Path
 
 from bootseer.artifact.objects import read_index
 from bootseer.artifact.progress import ProgressCallback
@@ -62,8 +61,11 @@ def convert(
     """
     keep_freed_memory()
     options = options or ConvertOptions()
-    if source.folder is not None:
-        document = _convert_folder(source, source.folder, store, options, progress)
+    if (folder := source.folder) is not None:
+        file, _ = write_erofs(store, options, lambda out: write_folder(out, folder, lambda done: progress(done, 0)))
+        progress(file.size_bytes, file.size_bytes)
+        digest = folder_digest(source.config, file.identity)  # of the result
+        document = ImageDocument(digest, b"", source.config_data, (LayerFile("", "", file),))
     else:
         # A layer's thread often waits, for its source or the store's disk. With one layer per processor a third of
         # two processors was idle.
@@ -164,16 +166,6 @@ def _assemble(
         # and be converted again in each image. Instead, a layer of 8 KiB with only the root directory is put on top.
         files.append(LayerFile("", "", write_erofs(store, options, lambda writer: writer.tree.update(ROOT, root))[0]))
     return tuple(files)
-
-
-def _convert_folder(
-    source: ImageSource, folder: Path, store: Store, options: ConvertOptions, progress: ProgressCallback
-) -> ImageDocument:
-    """Convert a folder. Its digest is computed from the result."""
-    file, _ = write_erofs(store, options, lambda writer: write_folder(writer, folder, lambda done: progress(done, 0)))
-    progress(file.size_bytes, file.size_bytes)
-    digest = folder_digest(source.config, file.identity)
-    return ImageDocument(digest, b"", source.config_data, (LayerFile("", "", file),))
 
 
 def block_reader(store: Store, index: Index) -> Read:
