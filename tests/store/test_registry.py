@@ -7,7 +7,6 @@ import json
 import socket
 import ssl
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -379,7 +378,7 @@ class TestUploads:
     def test_addresses_of_a_session_may_be_relative(self, client: Client, proxy: FaultProxy) -> None:
         data = bytes(range(256)) * 70_000
         blob = BlobUpload(client)
-        answer = client.request("push", "POST", "blobs/uploads/", until=time.monotonic() + 120, body=b"")
+        answer = client.request("push", "POST", "blobs/uploads/", timeout_s=120, body=b"")
         answer.finish()
         relative = answer.headers["Location"].removeprefix(f"http://{proxy.host}")
         assert relative.startswith("/v2/")

@@ -102,7 +102,7 @@ class BlobUpload:
         self._ended = True
         if self._location:
             with contextlib.suppress(BootseerError):
-                self._registry.request("delete", "DELETE", self._location, until=time.monotonic() + 10.0).finish()
+                self._registry.request("delete", "DELETE", self._location, timeout_s=10.0).finish()
 
     def _open(self) -> None:
         if self._location:
@@ -130,8 +130,8 @@ class BlobUpload:
 
     def _request(self, method: str, url: str, body: bytes, headers: dict[str, str] | None = None) -> Answer:
         kind = {"Content-Type": "application/octet-stream"} if body else {}
-        until = time.monotonic() + self._request_s
-        return self._registry.request("push", method, url, until=until, headers={**kind, **(headers or {})}, body=body)
+        headers = {**kind, **(headers or {})}
+        return self._registry.request("push", method, url, timeout_s=self._request_s, headers=headers, body=body)
 
     def _take_location(self, answer: Answer) -> None:
         location = answer.headers.get("Location", "")
@@ -200,8 +200,7 @@ class Registry:
     def manifest(self, reference: str, *, timeout_s: float = 60.0) -> Manifest:
         """The manifest of a tag or digest; verified if a digest is known."""
         path = f"manifests/{_checked_reference(reference)}"
-        until = time.monotonic() + timeout_s
-        answer = self.request("pull", "GET", path, until=until, headers={"Accept": ", ".join(MANIFEST_TYPES)})
+        answer = self.request("pull", "GET", path, timeout_s=timeout_s, headers={"Accept": ", ".join(MANIFEST_TYPES)})
         self.expect(answer, f"manifest {reference}", 200)
         data = answer.body(MAX_MANIFEST_BYTES)
         digest = "sha256:" + hashlib.sha256(data).hexdigest()
@@ -215,8 +214,7 @@ class Registry:
     def manifest_digest(self, reference: str, *, timeout_s: float = 60.0) -> str:
         """The current digest of a tag, without reading the manifest if the registry sends the digest."""
         path = f"manifests/{_checked_reference(reference)}"
-        until = time.monotonic() + timeout_s
-        answer = self.request("pull", "HEAD", path, until=until, headers={"Accept": ", ".join(MANIFEST_TYPES)})
+        answer = self.request("pull", "HEAD", path, timeout_s=timeout_s, headers={"Accept": ", ".join(MANIFEST_TYPES)})
         self.expect_done(answer, f"manifest {reference}", 200, 405, 501)  # some proxies know GET only
         digest = answer.headers.get("Docker-Content-Digest", "")
         return digest if is_content_name(digest) else self.manifest(reference, timeout_s=timeout_s).digest
@@ -226,8 +224,7 @@ class Registry:
         if len(data) > MAX_MANIFEST_BYTES:
             raise PermanentError(f"{self}: a manifest of {len(data)} bytes is too large; {MAX_MANIFEST_BYTES} may be")
         path = f"manifests/{_checked_reference(reference)}"
-        until = time.monotonic() + timeout_s
-        answer = self.request("push", "PUT", path, until=until, headers={"Content-Type": media_type}, body=data)
+        answer = self.request("push", "PUT", path, timeout_s=timeout_s, headers={"Content-Type": media_type}, body=data)
         self.expect_done(answer, f"storing manifest {reference}", 201, 202)
 
     def delete_manifest(self, digest: str, *, timeout_s: float = 60.0) -> None:
@@ -241,8 +238,7 @@ class Registry:
             self._addresses.pop(digest, None)
 
     def blob_size(self, digest: str, *, timeout_s: float = 60.0) -> int:
-        until = time.monotonic() + timeout_s
-        answer = self.request("pull", "HEAD", f"blobs/{_checked_digest(digest)}", until=until)
+        answer = self.request("pull", "HEAD", f"blobs/{_checked_digest(digest)}", timeout_s=timeout_s)
         self.expect_done(answer, f"blob {digest}", 200)
         if answer.length is None:
             raise TransientError(f"{self}: the registry does not report the size of blob {digest}")
@@ -281,7 +277,7 @@ class Registry:
         until = time.monotonic() + timeout_s
         path = "tags/list?n=1000"
         for page in range(_MAX_PAGES):
-            answer = self.request("pull", "GET", path, until=until)
+            answer = self.request("pull", "GET", path, timeout_s=until - time.monotonic())
             if answer.status == 404 and not page:
                 answer.finish()
                 return
@@ -304,7 +300,7 @@ class Registry:
         method: str,
         path: str,
         *,
-        until: float,
+        timeout_s: float,
         headers: Mapping[str, str] | None = None,
         body: bytes | None = None,
     ) -> Answer:
@@ -312,6 +308,7 @@ class Registry:
 
         `action` is `pull`, `push` or `delete`. The response may have any status; `expect` maps it to an error.
         """
+        until = time.monotonic() + timeout_s
         url = join(self._base, path)
         if self._query:
             url += f"{'&' if '?' in url else '?'}{self._query}"
@@ -347,7 +344,7 @@ class Registry:
         self._transport.close()
 
     def _delete(self, path: str, operation: str, timeout_s: float) -> None:
-        answer = self.request("delete", "DELETE", path, until=time.monotonic() + timeout_s)
+        answer = self.request("delete", "DELETE", path, timeout_s=timeout_s)
         if answer.status == 405:
             answer.finish()
             raise PermanentError(f"{self}: {operation}: this registry does not allow deletion")
@@ -366,7 +363,7 @@ class Registry:
             if answer.status in (200, 206, 416):
                 return answer
             answer.finish()  # its signature may have expired: ask the registry for a new address
-        answer = self.request("pull", "GET", f"blobs/{digest}", until=until, headers=headers)
+        answer = self.request("pull", "GET", f"blobs/{digest}", timeout_s=until - time.monotonic(), headers=headers)
         with self._lock:
             self._addresses.pop(digest, None)
             if answer.origin != self._origin and answer.status in (200, 206):
