@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import json
 import os
 import signal
@@ -14,7 +13,6 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -23,22 +21,13 @@ import pytest
 grpc = pytest.importorskip("grpc", reason="needs grpcio")
 
 import warm  # noqa: E402
-from bootseer.errors import TransientError  # noqa: E402
-from bootseer.fuse import syscalls  # noqa: E402
 from bootseer.hdfs.protobuf import Message, field  # noqa: E402
-from bootseer.image.conversion.convert import convert as convert_image  # noqa: E402
-from bootseer.image.reference import parse_reference  # noqa: E402
-from bootseer.image.sources.open import open_source  # noqa: E402
 from bootseer.mounts import kernel  # noqa: E402
-from bootseer.snapshotter import lazy  # noqa: E402
 from bootseer.snapshotter.lazy import LazyImages, Settings  # noqa: E402
-from bootseer.snapshotter.records import ExistsError  # noqa: E402
 from bootseer.snapshotter.service import SERVICE, SOCKET, check  # noqa: E402
 from bootseer.snapshotter.snapshots import Snapshots  # noqa: E402
-from bootseer.store.open import open_store  # noqa: E402
 from containerd import Containerd, containerd  # noqa: E402
-from image_node import LARGE_BYTES, Node, node, unmount_below  # noqa: E402
-from oci_images import directory, file, layer, write_layout  # noqa: E402
+from image_node import LARGE_BYTES, Node, node  # noqa: E402
 from snapshotter_images import convert, pause, push_small  # noqa: E402
 
 assert node
@@ -371,69 +360,6 @@ def test_an_image_that_no_store_has_is_pulled_and_runs(running: Containerd, node
     running.cri("RemoveImage", field(1, field(1, node.reference)))
     running.call(running.socket, "containerd.services.snapshots.v1.Snapshots/Cleanup", b"")
     assert not list((running.snapshots / "snapshots").glob("*/fs/hot"))
-
-
-def test_calls_that_waited_for_a_mount_that_failed_do_not_try_it_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With a store that hangs, each would wait a minute longer than the previous one."""
-    images = LazyImages(tmp_path, Settings(str(tmp_path / "cache"), str(tmp_path / "runtime")))
-    (tmp_path / "images" / f"{'a' * 64}.json").write_text(
-        json.dumps({"digest": "sha256:" + "a" * 64, "store": "", "identities": [], "chains": {}})
-    )
-    all_wait, tries, lock = threading.Barrier(5), [], images._mount_lock
-
-    def mount(known: object) -> None:
-        tries.append(known)
-        all_wait.wait(60)
-        raise TransientError("the store does not answer")
-
-    def waited_for(digest: str) -> Any:
-        threading.Thread(target=all_wait.wait, args=(60,)).start()
-        return lock(digest)
-
-    monkeypatch.setattr(images, "_mount", mount)
-    monkeypatch.setattr(images, "_mount_lock", waited_for)
-    with ThreadPoolExecutor(4) as pool:
-        calls = [pool.submit(images.lowers, f"{'a' * 64}-1") for _ in range(4)]
-    assert [str(call.exception()) for call in calls] == ["the store does not answer"] * 4
-    assert len(tries) == 1
-
-
-def test_containerd_can_mount_an_image_of_many_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It passes all paths in one page, relative to their common folder as working directory."""
-    layers = [layer(directory("."), file(f"file-{number:03}", b"%d" % number)) for number in range(70)]
-    write_layout(tmp_path / "layout", layers, tag="1")
-    opened = open_source(parse_reference(f"oci:{tmp_path}/layout"))
-    with closing(opened) as source, closing(open_store(str(tmp_path / "store"))) as store:
-        document = convert_image(source, store)
-    monkeypatch.setattr(lazy, "_DECIDE_S", 60.0)
-    settings = Settings(str(tmp_path / "cache"), str(tmp_path / "runtime"), store=str(tmp_path / "store"))
-    snapshots = Snapshots(tmp_path / "root", LazyImages(tmp_path / "root", settings))
-    labels = {f"containerd.io/snapshot/cri.{name}": value for name, value in
-              (("manifest-digest", document.digest), ("image-ref", "registry.example/team/many:1"))}  # fmt: skip
-    chain = ""
-    try:
-        for each in document.layers:
-            above = hashlib.sha256(f"{chain} {each.diff_id}".encode()).hexdigest()
-            parent, chain = chain, f"sha256:{above}" if chain else each.diff_id
-            with pytest.raises(ExistsError, match="provided by"):
-                snapshots.prepare(f"extract {chain}", parent, {**labels, "containerd.io/snapshot.ref": chain})
-        (mount,) = snapshots.prepare("container", chain, {})
-        *others, lower = mount.options
-        names = lower.removeprefix("lowerdir=").split(":")
-        monkeypatch.chdir(os.path.commonpath(names))
-        short = ",".join([*others, "lowerdir=" + ":".join(os.path.relpath(name) for name in names)])
-        (tmp_path / "at").mkdir()
-        syscalls.mount("overlay", "overlay", tmp_path / "at", options=short)
-        assert len(names) == len(list((tmp_path / "at").iterdir())) == 70
-        assert (tmp_path / "at" / "file-066").read_bytes() == b"66"
-    finally:
-        unmount_below(tmp_path)
-    snapshots.remove("container")
-    for record in reversed(snapshots.records.all()):
-        snapshots.remove(record.key)
-    assert not list((tmp_path / "root" / "l").iterdir())
 
 
 def test_cleanups_during_a_pull_leave_its_image_mounted(node: Node) -> None:

@@ -348,7 +348,7 @@ def _main(wanted: dict[str, Any]) -> None:
             return
         if state is not None:
             with contextlib.suppress(BootseerError):
-                unmount(runtime, state, force=True)
+                unmount(runtime, state)
         mount_image(_request(settings, wanted["digest"], wanted["store"]), target, say=_LOG.info)
 
 

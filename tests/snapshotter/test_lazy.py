@@ -1,0 +1,126 @@
+"""Converted images are mounted once for all containers, and are there as long as these need them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bootseer.errors import TransientError
+from bootseer.fuse import syscalls
+from bootseer.image.conversion.convert import convert as convert_image
+from bootseer.image.document import ImageDocument
+from bootseer.image.mounting.mounted import unmount
+from bootseer.image.reference import parse_reference
+from bootseer.image.sources.open import open_source
+from bootseer.mounts.state import Runtime
+from bootseer.snapshotter import lazy
+from bootseer.snapshotter.lazy import LazyImages, Settings
+from bootseer.snapshotter.records import ExistsError
+from bootseer.snapshotter.snapshots import Snapshots
+from bootseer.store.open import open_store
+from image_node import LARGE_BYTES, unmount_below
+from oci_images import directory, file, layer, write_layout
+
+pytestmark = [pytest.mark.root, pytest.mark.fuse, pytest.mark.slow]
+
+
+def test_calls_that_waited_for_a_mount_that_failed_do_not_try_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a store that hangs, each would wait a minute longer than the previous one."""
+    images = LazyImages(tmp_path, Settings(str(tmp_path / "cache"), str(tmp_path / "runtime")))
+    (tmp_path / "images" / f"{'a' * 64}.json").write_text(
+        json.dumps({"digest": "sha256:" + "a" * 64, "store": "", "identities": [], "chains": {}})
+    )
+    all_wait, tries, lock = threading.Barrier(5), [], images._mount_lock
+
+    def mount(known: object) -> None:
+        tries.append(known)
+        all_wait.wait(60)
+        raise TransientError("the store does not answer")
+
+    def waited_for(digest: str) -> Any:
+        threading.Thread(target=all_wait.wait, args=(60,)).start()
+        return lock(digest)
+
+    monkeypatch.setattr(images, "_mount", mount)
+    monkeypatch.setattr(images, "_mount_lock", waited_for)
+    with ThreadPoolExecutor(4) as pool:
+        calls = [pool.submit(images.lowers, f"{'a' * 64}-1") for _ in range(4)]
+    assert [str(call.exception()) for call in calls] == ["the store does not answer"] * 4
+    assert len(tries) == 1
+
+
+def have_images(
+    folder: Path, layers: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> tuple[ImageDocument, LazyImages, dict[str, str]]:
+    """Convert an image of these layers; returns the images of a node, and the labels that containerd has for this."""
+    write_layout(folder / "layout", layers, tag="1")
+    opened = open_source(parse_reference(f"oci:{folder}/layout"))
+    with closing(opened) as source, closing(open_store(str(folder / "store"))) as store:
+        document = convert_image(source, store)
+    monkeypatch.setattr(lazy, "_DECIDE_S", 60.0)
+    places = (str(folder / name) for name in ("cache", "runtime", "store"))
+    labels = {f"containerd.io/snapshot/cri.{name}": value for name, value in
+              (("manifest-digest", document.digest), ("image-ref", "registry.example/team/many:1"))}  # fmt: skip
+    return document, LazyImages(folder / "root", Settings(*places, loading="lazy")), labels
+
+
+def test_a_container_reads_on_when_its_image_was_unmounted_and_is_mounted_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`bootseer image umount` leaves the daemon to containers. The next mount ended it."""
+    content = random.Random(1).randbytes(LARGE_BYTES)
+    document, images, labels = have_images(tmp_path, [layer(directory("."), file("cold", content))], monkeypatch)
+    try:
+        name = images.layer(document.layers[0].diff_id, "", labels, lambda layer: None)
+        assert name is not None
+        for folder in ("at", "empty"):
+            (tmp_path / folder).mkdir()
+        lowers = [*images.lowers(name), tmp_path / "empty"]
+        syscalls.mount("overlay", "overlay", tmp_path / "at", options=f"lowerdir={':'.join(map(str, lowers))}")
+        runtime = Runtime(tmp_path / "runtime")
+        (state,) = runtime.all()
+        unmount(runtime, state)
+        assert images.lowers(name)
+        assert (tmp_path / "at" / "cold").read_bytes() == content
+    finally:
+        unmount_below(tmp_path)
+
+
+def test_containerd_can_mount_an_image_of_many_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It passes all paths in one page, relative to their common folder as working directory."""
+    layers = [layer(directory("."), file(f"file-{number:03}", b"%d" % number)) for number in range(70)]
+    document, images, labels = have_images(tmp_path, layers, monkeypatch)
+    snapshots = Snapshots(tmp_path / "root", images)
+    chain = ""
+    try:
+        for each in document.layers:
+            above = hashlib.sha256(f"{chain} {each.diff_id}".encode()).hexdigest()
+            parent, chain = chain, f"sha256:{above}" if chain else each.diff_id
+            with pytest.raises(ExistsError, match="provided by"):
+                snapshots.prepare(f"extract {chain}", parent, {**labels, "containerd.io/snapshot.ref": chain})
+        (mount,) = snapshots.prepare("container", chain, {})
+        *others, lower = mount.options
+        names = lower.removeprefix("lowerdir=").split(":")
+        monkeypatch.chdir(os.path.commonpath(names))
+        short = ",".join([*others, "lowerdir=" + ":".join(os.path.relpath(name) for name in names)])
+        (tmp_path / "at").mkdir()
+        syscalls.mount("overlay", "overlay", tmp_path / "at", options=short)
+        assert len(names) == len(list((tmp_path / "at").iterdir())) == 70
+        assert (tmp_path / "at" / "file-066").read_bytes() == b"66"
+    finally:
+        unmount_below(tmp_path)
+    snapshots.remove("container")
+    for record in reversed(snapshots.records.all()):
+        snapshots.remove(record.key)
+    assert not list((tmp_path / "root" / "l").iterdir())
