@@ -139,7 +139,7 @@ def test_what_a_job_wrote_into_its_environment_is_kept_and_reported(
     view.close()
     (line,) = said
     assert "1 files into its environment" in line
-    (kept,) = (tmp_path / "changes").glob(f"*/files{venv}/result")
+    (kept,) = (tmp_path / "changes").glob(f"kept/*{venv}/result")
     assert kept.read_text() == "42\n"
     assert str(kept).startswith(line.split(" kept in ")[1].split(" ")[0])
 
@@ -200,7 +200,7 @@ def test_changes_stay_in_memory_where_the_disk_takes_no_overlay(
     assert "kept in memory" in said[0]
     run_in(view.enter, f"{venv}/bin/tool; echo 42 > {venv}/result")
     view.close()
-    (kept,) = (merged / "changes").glob(f"*/files{venv}/result")
+    (kept,) = (merged / "changes").glob(f"kept/*{venv}/result")
     assert kept.read_text() == "42\n"
 
 

@@ -18,7 +18,6 @@ from pathlib import Path
 from msgspec import Struct
 
 from bootseer.artifact.progress import Say
-from bootseer.env.restoring import private_layer
 from bootseer.env.restoring.private_layer import MountPoints, PrivateFolder
 from bootseer.errors import BootseerError, PermanentError
 from bootseer.fuse.syscalls import number_of
@@ -73,11 +72,12 @@ def show_on_host(
     kept in memory. `user`: without root, in a user namespace.
     Forks: call it while this process has one thread. Raises `BootseerError`, with nothing left behind.
     """
-    private_layer.settle_abandoned(changes, say)
+    folder = PrivateFolder(changes, say)
     points = MountPoints(changes)
-    points.remove_unused()  # of killed runs: such a folder may have become the user's own
-    folder = PrivateFolder(changes, roots)
     try:
+        points.remove_unused()  # of killed runs: such a folder may have become the user's own
+        for root in roots:
+            folder.add(root)
         with points.locked():
             placeholders = {root: points.ensure(root, source_of) for root in roots}
             build = _MountBuilder(source_of, placeholders, folder, userxattr=user or not is_host())
@@ -88,7 +88,6 @@ def show_on_host(
         if isinstance(error, OSError):
             raise PermanentError(f"{error.filename or changes}: {error.strerror}") from error
         raise
-    folder.set_roots(namespace.facts["roots"])
     for note in namespace.facts["notes"]:
         say(note)
     return HostView(namespace, folder, points, say)
@@ -118,7 +117,7 @@ class _MountBuilder(Struct, frozen=True):
                 notes.append(f"the job's changes in the environment are kept in memory: {error}")
                 notes += self._show(root, is_placeholder=is_placeholder)
         folders = {} if memory is None else {_MEMORY: memory}
-        return Built({"notes": notes, "roots": self.folder.roots, _MEMORY: memory is not None}, folders)
+        return Built({"notes": notes, _MEMORY: memory is not None}, folders)
 
     def _show(self, root: str, *, is_placeholder: bool) -> list[str]:
         """Mount one root, and the snapshot's parts of other mounts that lie below it."""

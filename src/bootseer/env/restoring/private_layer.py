@@ -2,10 +2,9 @@
 
     <changes>/points/lock        locked while a process creates or removes mount points
     <changes>/points/<digest>    JSON: the folders that were created for a root
-    <changes>/<id>/lock          locked by the run
-    <changes>/<id>/run.json      numbers of the roots; `kept` (a time) once the run has ended and left files
-    <changes>/<id>/<n>/upper     the job's changes in a root; `work` beside it belongs to overlayfs
-    <changes>/<id>/files/...     kept files, by their paths
+    <changes>/run-<id>/<n>/root  the path of a root; `run-<id>` is an `OwnedFolder`
+                        .../upper    the job's changes in the root; `work` beside it belongs to overlayfs
+    <changes>/kept/run-<id>/...  kept files of a run that has ended, by their paths
 
 Changes in system folders such as `/usr` are discarded with a message (except caches), as an environment must be what
 its snapshot says. Changes elsewhere may be results that the user misses: they are kept for a week, with a message
@@ -15,34 +14,34 @@ where. After a kill a later run does this.
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import errno
 import hashlib
 import json
 import os
 import re
-import secrets
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-from bootseer.artifact.places import own_folder
+from bootseer.artifact.owned_folder import OwnedFolder
 from bootseer.artifact.progress import Say
 from bootseer.artifact.unpacked import delete_tree
 from bootseer.env.changes import lies_in
 from bootseer.env.restoring.roots import is_system
 from bootseer.env.restoring.safe_tree import SafeTree, new_folder
-from bootseer.errors import BootseerError, PermanentError, os_errors_as
+from bootseer.errors import BootseerError, PermanentError
 from bootseer.io import locks
 from bootseer.io.files import replace_file
 from bootseer.mounts.kernel import is_mounted_anywhere
 from bootseer.units import listed
 
-_LOCK, _RECORD, _FILES = "lock", "run.json", "files"
+_PREFIX, _ROOT, _KEPT = "run-", "root", "kept"
+_OLD_RECORD = "run.json"
+"""In the folder of a run of version 0.2, also if it has ended and left files."""
 _KEPT_S = 7 * 86_400.0
-_MAX_BYTES = 1 << 20
 _CACHE = re.compile(r"cache", re.IGNORECASE)
 """In the name of a file or folder: `__pycache__`, `ld.so.cache`, `fontconfig-cache`."""
 
@@ -50,131 +49,100 @@ _CACHE = re.compile(r"cache", re.IGNORECASE)
 class PrivateFolder:
     """The folder of one run, locked until `close` or the end of this process."""
 
-    def __init__(self, changes: Path, roots: Sequence[str]) -> None:
-        """Raises `PermanentError` if it cannot be created."""
-        self.roots = {root: str(number) for number, root in enumerate(roots)}
-        with os_errors_as(PermanentError, changes, then="; the job's changes cannot be stored there"):
-            # A real path, as it appears in the mount table.
-            self.path = own_folder(changes) / secrets.token_hex(6)
-            self.path.mkdir(mode=0o700)
-            lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            self._lock = lock
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            _save_record(self.path, self.roots)
+    def __init__(self, changes: Path, say: Say) -> None:
+        """Settles the folders of killed runs, too, and deletes kept files after their week. Raises `PermanentError` if
+        it cannot be created."""
+        owned = OwnedFolder.made(changes, _PREFIX, partial(_settle_abandoned, say=say))
+        self._lock = owned.lock
+        self.path = owned.path
+        """A real path, as it appears in the mount table."""
+        self._numbers: dict[str, str] = {}
+        for folder in (*changes.glob(f"{_KEPT}/*"), *(record.parent for record in changes.glob(f"*/{_OLD_RECORD}"))):
+            with contextlib.suppress(OSError):
+                if time.time() - folder.stat().st_mtime > _KEPT_S and not is_mounted_anywhere(f"/{folder.name}/"):
+                    delete_tree(folder)
+
+    def add(self, root: str) -> Path:
+        """Record a root; its folder."""
+        folder = self.path / self._numbers.setdefault(root, str(len(self._numbers)))
+        folder.mkdir(exist_ok=True)
+        (folder / _ROOT).write_bytes(os.fsencode(root))
+        return folder
 
     def folders(self, root: str) -> tuple[Path, Path]:
         """New upper and work folders of a root."""
-        folder = self.path / self.roots.setdefault(root, str(len(self.roots)))
-        folder.mkdir()
+        folder = self.add(root)
         for name in ("upper", "work"):
             (folder / name).mkdir()
         return folder / "upper", folder / "work"
 
-    def set_roots(self, roots: Mapping[str, str]) -> None:
-        """Record the roots as the process that made the mounts has numbered them."""
-        if roots != self.roots:
-            self.roots = dict(roots)
-            _save_record(self.path, self.roots)
-
-    def close(self, say: Say, place: Path | None = None) -> None:
-        """Keep what may matter to the user, and delete the rest. `place` is where the upper layers are, if not here.
+    def close(self, say: Say, memory: Path | None = None) -> None:
+        """Keep what may matter to the user, and delete the rest. `memory` has the upper layers that are not here.
 
         If a process of the job is still running, a later run does this.
         """
         try:
             if not is_mounted_anywhere(f"/{self.path.name}/"):
-                _settle(self.path, self.roots, say, place)
+                _settle(self.path, say, memory)
+                delete_tree(self.path)
         finally:
             os.close(self._lock)
 
 
-def settle_abandoned(changes: Path, say: Say) -> None:
-    """Settle the folders of killed runs, and delete kept files after their week."""
-    if not changes.is_dir():
-        return
-    for folder in sorted(changes.iterdir()):
-        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError), _abandoned(folder) as record:
-            kept_s = record.get("kept")
-            if kept_s is None:
-                _settle(folder, record["roots"], say, None)
-            elif time.time() - float(kept_s) > _KEPT_S:
-                delete_tree(folder)
+def _settle_abandoned(folder: Path, *, say: Say) -> None:
+    # After `bootseer run` was killed, the job may still be running with its mounts.
+    if is_mounted_anywhere(f"/{folder.name}/"):
+        raise BlockingIOError(errno.EBUSY, os.strerror(errno.EBUSY), folder)
+    _settle(folder, say)
 
 
 def is_root_in_use(changes: Path, root: str) -> bool:
     """Whether a running job has a mount on this root, or a run that has mounts and no job yet."""
-    for record in changes.glob(f"*/{_RECORD}"):
-        try:
-            with _abandoned(record.parent):
-                continue
-        except BlockingIOError:
-            if root in json.loads(record.read_text())["roots"]:
+    for record in changes.glob(f"{_PREFIX}*/*/{_ROOT}"):
+        with contextlib.suppress(OSError):
+            if record.read_bytes() == os.fsencode(root) and _is_in_use(record.parents[1]):
                 return True
-        except (OSError, ValueError):
-            continue
+    for record in changes.glob(f"*/{_OLD_RECORD}"):
+        with contextlib.suppress(OSError, ValueError):
+            if root in json.loads(record.read_text())["roots"] and is_mounted_anywhere(f"/{record.parent.name}/"):
+                return True
     return False
 
 
-@contextlib.contextmanager
-def _abandoned(folder: Path) -> Iterator[Mapping[str, Any]]:
-    """The record of a run that has ended. Raises `BlockingIOError` for one that has not."""
-    record = folder / _RECORD
-    if record.stat().st_size > _MAX_BYTES:
-        raise ValueError
-    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+def _is_in_use(folder: Path) -> bool:
+    lock = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Not before it is locked: another process may have settled it meanwhile.
-        found = json.loads(record.read_text())
-        # After `bootseer run` was killed, the job may still be running with its mounts. They are searched for in the
-        # tables of all processes, so not for the folders of kept files, which are many.
-        if "kept" not in found and is_mounted_anywhere(f"/{folder.name}/"):
-            raise BlockingIOError
-        yield found
+        return not locks.try_flock(lock) or is_mounted_anywhere(f"/{folder.name}/")
     finally:
         os.close(lock)
 
 
-def _save_record(folder: Path, roots: Mapping[str, str], **more: float) -> None:
-    """Write the record of a run; after an error the old one is still there."""
-    replace_file(folder / _RECORD, json.dumps({"roots": roots, **more}).encode())
-
-
-def _settle(folder: Path, roots: Mapping[str, str], say: Say, place: Path | None) -> None:
+def _settle(folder: Path, say: Say, memory: Path | None = None) -> None:
     """Keep or drop what the job wrote. May be repeated after a kill at any point: what was kept before stays."""
-    files = folder / _FILES
+    files = folder.parent / _KEPT / folder.name
+    records = [record for place in (folder, memory) if place is not None for record in place.glob(f"*/{_ROOT}")]
+    uppers = {os.fsdecode(record.read_bytes()): record.with_name("upper") for record in records}
     num_dropped = 0
     dropped = []
-    for root, number in roots.items():
-        upper = next(
-            (above / number / "upper" for above in (place, folder) if above and (above / number).is_dir()), None
-        )
-        count = _written(upper) if upper is not None else 0
+    for root, upper in sorted(uppers.items()):
+        count = _written(upper)
         if count and is_system(root):
             num_dropped += count
             dropped.append(root)
-        elif count and upper is not None:
+        elif count:
             _keep(upper, files / root.lstrip("/"))
     if num_dropped:
         say(
             f"the job wrote {num_dropped} files into {listed(dropped)}, which were discarded: system folders belong to"
             " the environment; write results elsewhere"
         )
-    outermost = [root for root in roots if not lies_in(root, roots.keys() - {root})]
+    outermost = [root for root in uppers if not lies_in(root, uppers.keys() - {root})]
     kept = {root: _written(files / root.lstrip("/")) for root in outermost}
-    touched = [root for root, count in kept.items() if count]
-    if not touched:
-        delete_tree(folder)
-        return
-    # The record last: what the job wrote may have filled the disk.
-    for child in folder.iterdir():
-        if child != files and child.is_dir():
-            delete_tree(child)
-    _save_record(folder, roots, kept=time.time())
-    say(
-        f"the job wrote {sum(kept.values())} files into its environment, {listed(touched)}: the environment is"
-        f" unchanged, and the files are kept in {files} for a week"
-    )
+    if touched := [root for root, count in kept.items() if count]:
+        say(
+            f"the job wrote {sum(kept.values())} files into its environment, {listed(touched)}: the environment is"
+            f" unchanged, and the files are kept in {files} for a week"
+        )
 
 
 def _keep(upper: Path, target: Path) -> None:
