@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -16,7 +15,7 @@ from bootseer.env.keys.files import FactCache, NodeFiles
 from bootseer.env.keys.requirements import Requirements
 from bootseer.errors import UsageError
 
-UV = lock.find_uv(dict(os.environ), sys.executable)
+UV = lock.own_uv()
 needs_uv = pytest.mark.skipif(UV is None, reason="uv is not installed")
 
 
@@ -83,12 +82,6 @@ def test_requirements_that_cannot_be_met_leave_the_old_lock(tmp_path: Path, offl
     with pytest.raises(UsageError, match="first"):
         lock.resolve([str(tmp_path / "r.txt")], sys.executable, tmp_path / "lock.txt", env=offline, uv=UV)
     assert (tmp_path / "lock.txt").read_text() == "old"
-
-
-def test_the_uv_that_bootseer_depends_on_is_found_wherever_the_job_s_python_is(tmp_path: Path) -> None:
-    found = lock.find_uv({"PATH": str(tmp_path)}, str(tmp_path / "bin/python3"))
-    assert found is not None
-    assert subprocess.run([found, "--version"], capture_output=True, text=True, check=True).stdout.startswith("uv ")
 
 
 def test_without_uv_the_error_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

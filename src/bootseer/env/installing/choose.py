@@ -110,21 +110,21 @@ def choose(
         if kind == "pyproject":  # its settings of sources and of uv are for uv
             variables = _FOR_LOCKS | translation.environment
             more = [word for word in translation.arguments if word not in ("--no-sources", "--no-config")]
-        words = (*program, "pip", "install", "--python", python.executable, *more, *files)
+        words = (program, "pip", "install", "--python", python.executable, *more, *files)
         if kind == "uv.lock":
-            words = ("/bin/sh", "-c", _EXPORT, "sh", str(Path(requirements[0]).parent), python.executable, *program)
+            words = ("/bin/sh", "-c", _EXPORT, "sh", str(Path(requirements[0]).parent), python.executable, program)
         return Installation((Command("uv", words, variables),))
     names = {setting.name for setting in found}
     quiet = {f"PIP_{name.upper().replace('-', '_')}": value for name, value in _QUIET.items() if name not in names}
     pip = Command("pip", module_command(python.executable, "pip", "install", "--no-compile", *files), quiet)
     translation = translated(requirements)
     reason = translation.refusals[0] if translation.refusals else ""
-    uv: tuple[str, ...] = ()
+    uv = ""
     if not reason:
         uv, reason = _find_uv(env, python, run, "" if python.pip else own_uv)
     if reason:
         return Installation((pip,), reason)
-    words = (*uv, "pip", "install", "--python", python.executable, *translation.arguments, *files)
+    words = (uv, "pip", "install", "--python", python.executable, *translation.arguments, *files)
     command = Command("uv", words, translation.environment)
     return Installation((command, pip) if python.pip else (command,))
 
@@ -141,20 +141,19 @@ def _conda(file: str, prefix: str, env: Mapping[str, str], run: Run) -> Installa
     return Installation((Command("conda", (tool, *words, "--prefix", prefix, "--file", file), {}),))
 
 
-def _find_uv(env: Mapping[str, str], python: Interpreter, run: Run, own: str = "") -> tuple[tuple[str, ...], str]:
-    """The words that start a working uv, or why there is none."""
+def _find_uv(env: Mapping[str, str], python: Interpreter, run: Run, own: str) -> tuple[str, str]:
+    """The path of a working uv, or why there is none."""
     beside = str(PurePosixPath(python.scripts) / "uv")
     on_path = shutil.which("uv", path=env.get("PATH"))
     reason = "there is no uv"
-    ways = [(place,) for place in dict.fromkeys((on_path, beside, own)) if place]
-    for words in [*ways, *([module_command(python.executable, "uv")] if python.uv else [])]:
-        ran = run([*words, "--version"], env=env, deadline_s=_PROBE_DEADLINE_S)
+    for place in filter(None, dict.fromkeys((on_path, beside, own))):
+        ran = run([place, "--version"], env=env, deadline_s=_PROBE_DEADLINE_S)
         found = re.match(r"uv (\d+)\.(\d+)\.(\d+)", ran.stdout)
         if ran.code == 0 and found:
             if tuple(map(int, found.groups())) >= _OLDEST_UV:
-                return words, ""
+                return place, ""
             reason = f"uv {'.'.join(found.groups())} is too old"
-    return (), reason
+    return "", reason
 
 
 def _installed_from_sources(python: Interpreter, root: str) -> list[str]:

@@ -6,7 +6,6 @@ same.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import tempfile
@@ -20,13 +19,6 @@ from bootseer.store.addresses import without_credentials
 
 DEADLINE_S = 300.0
 _NETWORK = ("error sending request", "failed to fetch", "connection", "timed out", "dns error")
-
-
-def find_uv(env: Mapping[str, str], python: str | None = None) -> str | None:
-    """uv on PATH, beside the job's Python, or the one installed with BootSeer; None without any."""
-    beside = Path(python).parent / "uv" if python is not None and "/" in python else None
-    found = shutil.which("uv", path=env.get("PATH"))
-    return found or (str(beside) if beside is not None and os.access(beside, os.X_OK) else own_uv())
 
 
 def own_uv() -> str | None:
@@ -52,7 +44,7 @@ def resolve(
     `out` is replaced atomically, and unchanged if there is no solution. Raises `UsageError` without uv and for
     conflicting requirements, `TransientError` if an index does not answer.
     """
-    program = uv or find_uv(env, python)
+    program = uv or shutil.which("uv", path=env.get("PATH")) or own_uv()
     if program is None:
         raise UsageError(
             "locking needs uv, which is neither on PATH nor beside BootSeer",
