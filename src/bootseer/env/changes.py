@@ -6,7 +6,7 @@ Paths are absolute in the setup's view, without `.` and `..`; bytes that are not
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from enum import Enum
 
 from msgspec import Struct
@@ -40,3 +40,18 @@ class Change(Struct, frozen=True):
 def lies_in(path: str, folders: Iterable[str]) -> bool:
     """Whether a path is one of the folders or is in one."""
     return any(path == folder or path.startswith(f"{folder}/") for folder in folders)
+
+
+def nearest(path: str, folders: Collection[str]) -> str:
+    """The innermost of the folders that a path is or lies in; empty for none."""
+    while path and path not in folders:
+        path = path.rpartition("/")[0]
+    return path
+
+
+def parents(path: str) -> Iterator[str]:
+    """The folders above a path but `/`, the outermost first."""
+    end = path.find("/", 1)
+    while end != -1:
+        yield path[:end]
+        end = path.find("/", end + 1)

@@ -28,7 +28,7 @@ from bootseer.env.capturing.exclude import OWN, PASSTHROUGH_FILES, Exclusions, c
 from bootseer.env.capturing.leftovers import SCRATCH
 from bootseer.env.capturing.scan import ScanCapture
 from bootseer.env.capturing.walk import Layer, LeftOut, Walk
-from bootseer.env.changes import Change
+from bootseer.env.changes import Change, nearest
 from bootseer.errors import BootseerError, PermanentError
 from bootseer.logs import logger
 from bootseer.mounts import user_namespace
@@ -83,11 +83,9 @@ class OverlayCapture(Capture):
         return walk.changes()
 
     def source_of(self, path: str) -> Path:
-        holding = [layer for layer in self.uppers if path == layer.point or is_below(path, layer.point)]
-        if not holding:
-            return Path(path)
-        layer = max(holding, key=lambda layer: len(layer.point))
-        return Path(layer.upper, os.path.relpath(path, layer.point))
+        layers = {layer.point.rstrip("/"): layer for layer in self.uppers}
+        layer = layers.get(nearest(path, layers))
+        return Path(path) if layer is None else Path(layer.upper, os.path.relpath(path, layer.point))
 
     def failure_hint(self) -> str:
         state = os.statvfs(self.uppers[0].upper)

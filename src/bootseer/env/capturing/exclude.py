@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
+
+from bootseer.env.changes import parents
 
 Kind = Literal["file", "directory", "symlink", "socket", "device", "fifo"]
 
@@ -283,21 +285,14 @@ class Exclusions:
 
     def rule_on_path(self, path: str, *, kind: Kind = "file", size: int | None = None) -> Rule | None:
         """The rule that leaves out this path or one of its parent folders, if any."""
-        above = (self.rule_for(folder, kind="directory") for folder in _parents(path))
+        above = (self.rule_for(folder, kind="directory") for folder in parents(path))
         return next(filter(None, above), None) or self.rule_for(path, kind=kind, size=size)
 
     def forbidding_rule(self, path: str, *, kind: Kind = "file", size: int | None = None) -> Rule | None:
         """The rule that forbids this path in a snapshot: a rule for itself, or for credentials in a parent folder.
         Other rules for parent folders do not count: a capture may include a folder below a scratch folder."""
-        above = (self.rule_for(folder, kind="directory") for folder in _parents(path))
+        above = (self.rule_for(folder, kind="directory") for folder in parents(path))
         return next((rule for rule in above if rule and rule.secret), None) or self.rule_for(path, kind=kind, size=size)
-
-
-def _parents(path: str) -> Iterator[str]:
-    end = path.find("/", 1)
-    while end != -1:
-        yield path[:end]
-        end = path.find("/", end + 1)
 
 
 def _compile(patterns: Iterable[str], home: str) -> re.Pattern[str] | None:

@@ -88,8 +88,10 @@ def capture_command(script: str, folder: Path, env: Mapping[str, str]) -> tuple[
     be appended. `folder` must exist, and be the same folder outside and inside a capture: the hook and its output are
     written there. Raises `OSError`.
     """
-    head = _head(script)
-    line = _shebang(head)
+    with Path(script).open("rb") as file:
+        head = file.read(_MAX_SCRIPT)
+    # The interpreter, and its argument: one string, as the kernel passes it.
+    line = os.fsdecode(head[2:].partition(b"\n")[0]).strip().split(None, 1) if head.startswith(b"#!") else []
     if os.access(script, os.X_OK):
         words, shell = [str(Path(script).absolute())], _shell_name(line)
         if b"\0" in head or (line and shell not in ("bash", *_OTHER_SHELLS)):
@@ -121,24 +123,12 @@ def _hook(head: bytes, output: Path, bash_env: str) -> str:
     return f"{hook}export BASH_ENV={shlex.quote(bash_env)}\nif [[ -r {file} ]]; then . {file}; fi\n"
 
 
-def _shebang(head: bytes) -> list[str]:
-    """The interpreter of a script, and its argument: one string, as the kernel passes it."""
-    if not head.startswith(b"#!"):
-        return []
-    return os.fsdecode(head[2:].partition(b"\n")[0]).strip().split(None, 1)
-
-
 def _shell_name(line: list[str]) -> str:
     """The name of the interpreter; after `env`, the first word that is neither an option nor an assignment."""
     if line and Path(line[0]).name == "env":
         given = " ".join(line[1:]).split()
         line = [word for word in given if not word.startswith("-") and "=" not in word]
     return Path(line[0]).name if line else ""
-
-
-def _head(script: str) -> bytes:
-    with Path(script).open("rb") as file:
-        return file.read(_MAX_SCRIPT)
 
 
 MAX_BYTES = 4 << 20

@@ -20,7 +20,7 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 
 from bootseer.env.capturing.exclude import RULES, Exclusions
-from bootseer.env.changes import lies_in
+from bootseer.env.changes import lies_in, nearest
 from bootseer.units import listed
 
 SCRATCH = ("/tmp", "/var/tmp", "/dev/shm")  # noqa: S108 - names, not files that we make
@@ -166,13 +166,13 @@ def unaccounted(
             for path in reads
             if path not in captured
             and not _is_covered(path, in_project if lies_in(path, [project]) else everywhere)
-            and (not host or _below(path, inside) or not _below(path, TRANSIENT))
+            and (not host or nearest(path, inside) or not nearest(path, TRANSIENT))
         )
     )
 
 
 def _is_covered(path: str, covered: Collection[str]) -> bool:
-    if _below(path, covered):
+    if nearest(path, covered):
         return True
     # Bytecode is covered if its source is: the interpreter compares the two.
     folder, name = posixpath.split(path)
@@ -180,12 +180,3 @@ def _is_covered(path: str, covered: Collection[str]) -> bool:
     if cache == "__pycache__" and name.endswith(".pyc"):
         return posixpath.join(above, f"{name.partition('.')[0]}.py") in covered
     return False
-
-
-def _below(path: str, covered: Collection[str]) -> bool:
-    """Whether a path is one of these or lies below one."""
-    while path not in covered:
-        path, _, name = path.rpartition("/")
-        if not name or not path:
-            return False
-    return True

@@ -13,7 +13,7 @@ import contextlib
 import os
 import resource
 import stat
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -23,6 +23,7 @@ from msgspec.structs import replace
 
 from bootseer.env.capturing.fanotify import OPENED, WRITTEN, Group, Overflow
 from bootseer.env.capturing.leftovers import SCRATCH
+from bootseer.env.changes import nearest
 from bootseer.errors import BootseerError, PermanentError
 from bootseer.mounts.kernel import Mount, is_below, mount_table, visible
 
@@ -133,10 +134,10 @@ class AccessLog:
 
         def named(path: str) -> str:
             """The path as rules and commands have it: by the name of the scratch folder, if that is a link."""
-            mount = _mount_of(path, local)
+            mount = nearest(path, local)
             return f"{linked[mount]}{path[len(mount) :]}" if mount in linked else path
 
-        outside = sorted(named(path) for path in _existing(written) if local.get(_mount_of(path, local)))
+        outside = sorted(named(path) for path in _existing(written) if local.get(nearest(path, local)))
         for kind, paths in (("read", map(named, _existing(opened))), ("written", iter(outside))):
             while part := list(islice(paths, _MAX_PATHS)):
                 yield {kind: part}
@@ -154,13 +155,6 @@ def _existing(paths: Iterable[str]) -> Iterator[str]:
 def _scratch() -> dict[str, str]:
     """The names of scratch folders, by their real paths."""
     return {os.path.realpath(name): name for name in reversed(SCRATCH)}
-
-
-def _mount_of(path: str, mounts: Collection[str]) -> str:
-    """The mount that a path lies in; empty for the root."""
-    while path and path not in mounts:
-        path = path.rpartition("/")[0]
-    return path
 
 
 @dataclass(frozen=True, slots=True)

@@ -235,7 +235,7 @@ class Walk:
         below = state_at(folder.lower, name) if folder.lower else None
         unknown = folder.lower is None
         here = PathState(upper, status)
-        if _is_whiteout(here):
+        if stat.S_ISCHR(status.st_mode) and status.st_rdev == 0:  # a whiteout
             if below is not None and not folder.secret:
                 self._add_deleted(path, below)
             elif unknown and not folder.secret and self._exclusions.rule_for(path) is None:
@@ -304,10 +304,6 @@ class Walk:
 def join(folder: str, name: str) -> str:
     """`os.path.join` for a plain name, several times as fast."""
     return f"{folder}{name}" if folder.endswith("/") else f"{folder}/{name}"
-
-
-def _is_whiteout(found: PathState) -> bool:
-    return stat.S_ISCHR(found.status.st_mode) and found.status.st_rdev == 0
 
 
 def _is_opaque(found: PathState) -> bool:

@@ -5,6 +5,7 @@ Python distributions by `.dist-info` and `.egg-info`, Debian packages by dpkg's 
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import os
 import posixpath
@@ -46,7 +47,10 @@ class Installed:
 
 def installed(folders: Iterable[str], *, root: str = "/") -> Installed:
     """The packages in these folders and on the system; the job's `/` can be read at `root`."""
-    return Installed(tuple(sorted(_distributions(folders, root))), _system_packages(root))
+    system: Mapping[str, str] = {}
+    with contextlib.suppress(OSError), path_in_root(root, _DPKG_STATUS).open("rb") as file:
+        system = dict(row.split(" ", 1) for row in dpkg_packages(file.read(_MAX_STATUS_BYTES)))
+    return Installed(tuple(sorted(_distributions(folders, root))), system)
 
 
 def new_packages(before: Installed, after: Installed) -> tuple[str, ...]:
@@ -130,12 +134,3 @@ def _from_metadata(record: Path) -> tuple[str, str] | None:
         if len(found) == 2:
             return found["Name"], found["Version"]
     return None
-
-
-def _system_packages(root: str) -> dict[str, str]:
-    try:
-        with path_in_root(root, _DPKG_STATUS).open("rb") as file:
-            data = file.read(_MAX_STATUS_BYTES)
-    except OSError:
-        return {}
-    return dict(row.split(" ", 1) for row in dpkg_packages(data))

@@ -131,25 +131,20 @@ class NodeFiles:
         """Whether this process may execute the file."""
         return os.access(path, os.X_OK)
 
-    def is_program(self, path: str) -> bool:
-        """Whether any user may execute the file; this is true of copies as well."""
-        with _open_regular(path) as file:
-            return bool(os.fstat(file.fileno()).st_mode & 0o111)
-
-    def digest(self, path: str) -> tuple[str, int]:
-        """SHA-256 of the content as hex digits, and the size. Raises `PermanentError`."""
+    def digest(self, path: str) -> tuple[str, os.stat_result]:
+        """SHA-256 of the content as hex digits, and the file's status. Raises `PermanentError`."""
         with _open_regular(path) as file:
             status = os.fstat(file.fileno())
             stamp = stamp_of(status)
             large = status.st_size >= _REMEMBERED_BYTES
             known = self._facts.get("digest", path, stamp) if large else None
             if isinstance(known, str):
-                return known, status.st_size
+                return known, status
             if path.endswith(".whl") and status.st_size > _LARGE_WHEEL_BYTES:
                 contents = wheel_contents(file)
                 if contents is not None:
                     self._count(path, len(contents))
-                    return hashlib.sha256(contents).hexdigest(), status.st_size
+                    return hashlib.sha256(contents).hexdigest(), status
                 file.seek(0)
             self._count(path, status.st_size)
             digest, size = hashlib.sha256(), 0
@@ -160,7 +155,7 @@ class NodeFiles:
                 digest.update(chunk)
         if large and is_settled(status):
             self._facts.put("digest", path, stamp, digest.hexdigest())
-        return digest.hexdigest(), size
+        return digest.hexdigest(), status
 
     def _count(self, path: str, size: int) -> None:
         self._num_files += 1

@@ -205,7 +205,6 @@ if not sys.flags.isolated:
     facts["folders"] = sorted(set(os.path.abspath(entry) for entry in libraries + known))
     facts["writable"] = all(os.access(entry, os.W_OK) for entry in libraries if os.path.isdir(entry))
     facts["pip"] = find_spec("pip") is not None
-    facts["uv"] = find_spec("uv") is not None
 print("{_ANSWER}" + json.dumps(facts))
 """
 """Prints an answer for `answered`; in isolation, as for a request key, without what only installations need, which
@@ -232,8 +231,6 @@ class Interpreter(Struct, frozen=True):
     """Whether packages can be installed into it; otherwise pip uses the user's own folder."""
     pip: bool = False
     """Whether `-m pip` works."""
-    uv: bool = False
-    """Whether `-m uv` works."""
 
     @property
     def name(self) -> str:

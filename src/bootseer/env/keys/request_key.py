@@ -126,7 +126,11 @@ class _Collector:
         self._inputs(inputs)
         if not files_only:
             self._repositories(inputs)
-        self._declared()
+        for path in ask.inputs:
+            if self._files.kind(whole := self._absolute(path)):
+                self._place("input", whole)
+            else:
+                self._problems[f"{path}: a declared input that does not exist or is not a file or folder"] = None
         self._settings(inputs, configured)
         self._variables(inputs)
         if inputs.cwd_reason:
@@ -271,10 +275,10 @@ class _Collector:
 
     def _file(self, kind: str, path: str, called: str | None = None) -> None:
         with self._noting_problems():
-            digest, size = self._files.digest(path)
+            digest, status = self._files.digest(path)
             name = f"{kind} {self._display_name(path) if called is None else called}".rstrip()
-            program = ", executable" if self._files.is_program(path) else ""
-            self._add(name, f"sha256:{digest} {size:,} bytes{program}", [path], path=path)
+            program = ", executable" if status.st_mode & 0o111 else ""  # by any user, which copies keep
+            self._add(name, f"sha256:{digest} {status.st_size:,} bytes{program}", [path], path=path)
 
     def _place(self, kind: str, path: str, lines: Iterable[str] = ()) -> None:
         """Add a file or folder. A folder's own path counts, as distributions installed from it record it."""
@@ -306,14 +310,6 @@ class _Collector:
                 # The commit identifies the content.
                 place = address.removeprefix("git+file://")
                 self._accounted.setdefault(f"{place}/.git" if self._files.kind(f"{place}/.git") else place, "")
-
-    def _declared(self) -> None:
-        for path in self._ask.inputs:
-            whole = self._absolute(path)
-            if self._files.kind(whole):
-                self._place("input", whole)
-            else:
-                self._problems[f"{path}: a declared input that does not exist or is not a file or folder"] = None
 
     # -- variables and tools -------------------------------------------------------------------------------------------
 

@@ -118,7 +118,10 @@ class _LayerMount(LazyMount):
         try:
             if has_all_rights():  # EROFS cannot be mounted in user namespaces
                 return MountMethod.EROFS_FILE, self._mount_erofs()
-            return MountMethod.FUSE_TREE, self._serve_by_fuse()
+            from bootseer.mounts.trees import ErofsTree
+
+            self.serve_tree(ErofsTree, None)
+            return MountMethod.FUSE_TREE, self.folder / FILES
         except (BootseerError, OSError) as error:
             if isinstance(error, CacheFull | CorruptError | TooShortError):
                 raise
@@ -129,24 +132,15 @@ class _LayerMount(LazyMount):
     def _mount_erofs(self) -> Path:
         """Mount EROFS by the kernel, from the cache's file or the daemon's."""
         self.serve_lazily()
-        if self.daemon is not None:
+        while True:
             try:
-                return self._mount_tree()
+                with self.stage("mount"):
+                    return shared_layers.mount_layer(self.runtime, self.folder, *self.stack)
             except BootseerError as error:
+                if self.daemon is None:
+                    raise
                 self.unmount_files()
-                self.pull_after_failure(error)
-        return self._mount_tree()
-
-    def _mount_tree(self) -> Path:
-        (one,) = self.stack
-        with self.stage("mount"):
-            return shared_layers.mount_layer(self.runtime, self.folder, one)
-
-    def _serve_by_fuse(self) -> Path:
-        from bootseer.mounts.trees import ErofsTree
-
-        self.serve_tree(ErofsTree, None)
-        return self.folder / FILES
+                self.pull_after_failure(error)  # ends the daemon
 
     def _unpack(self, reason: str) -> tuple[MountMethod, Path]:
         from bootseer.erofs.merged import MARKS, for_user_namespace

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Literal
 
 from msgspec import Struct
 
-from bootseer.env.changes import Action, Change, lies_in
+from bootseer.env.changes import Action, Change, lies_in, parents
 
 if TYPE_CHECKING:
     from bootseer.env.restoring.safe_tree import TreeFolders
@@ -92,18 +92,13 @@ def divide(changes: Iterable[Change], folders: TreeFolders) -> Division:
     return Division(tuple(sorted(roots)), tuple(sorted(loose)))
 
 
-def _with_parents(path: str) -> list[str]:
-    """The folder and all above it but `/`, the outermost first."""
-    ends = [place for place, letter in enumerate(path) if letter == "/"][1:]
-    return [path[:end] for end in ends] + [path]
-
-
 class _RootFinder:
     """Finds roots; queries about a folder are cached."""
 
     def __init__(self, folders: TreeFolders) -> None:
         self.paths: dict[str, Action] = {}
-        self._job = frozenset(_with_parents(folders.working_folder) if folders.working_folder.strip("/") else ())
+        job = folders.working_folder
+        self._job = frozenset((*parents(job), job) if job.strip("/") else ())
         self._system_of_job = tuple(folder for folder in self._job if _ROOT.fullmatch(folder))
         self._folders = folders
         self._new: set[str] = set()
@@ -130,7 +125,7 @@ class _RootFinder:
 
     def _find(self, folder: str) -> str:
         """The root of a folder; empty for none."""
-        around = _with_parents(folder) if folder else []
+        around = [*parents(folder), folder] if folder else []
         for place in range(len(around) - 1, -1, -1):
             folder = around[place]
             if kind := self._environment(folder):

@@ -18,6 +18,7 @@ import zstandard
 from msgspec import Meta, Struct, field
 
 from bootseer.artifact.document import convert, readable
+from bootseer.env.changes import nearest
 from bootseer.errors import CorruptError, PermanentError
 
 SCHEMA = "bootseer.manifest/1"
@@ -188,11 +189,8 @@ def _checked(entries: Iterable[Entry]) -> Iterator[Entry]:
             raise _wrong(entry.path, "out of order, or twice")
         last = raw
         _check_fields(entry)
-        parent = entry.path.rpartition("/")[0]
-        while parent:
-            if parent in leaves:
-                raise _wrong(entry.path, "a place below something that is not a directory")
-            parent = parent.rpartition("/")[0]
+        if nearest(entry.path, leaves):
+            raise _wrong(entry.path, "a place below something that is not a directory")
         if entry.kind != "directory":
             leaves.add(entry.path)
             if not entry.link:

@@ -22,7 +22,7 @@ import itertools
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -94,7 +94,8 @@ class SecretCheck:
             if change.source:
                 self._learn_file(change.path, change.source)
         for place in exclusions.credentials:
-            for path in (place, *_files_in(place)):
+            files = (f"{above}/{name}" for above, _, names in os.walk(place) for name in names)
+            for path in (place, *itertools.islice(files, _MAX_CREDENTIALS_FILES)):
                 self._learn_file(path, path)
         for name, value in (variables or {}).items():
             self._learn_variable(name, value)
@@ -208,11 +209,6 @@ def raise_if_secret(found: Sequence[str]) -> None:
             f"it would contain what looks like a secret: {listed(found)}; "
             "--env-leave-out PATH leaves it out, --env-keep PATH declares that it is not a secret"
         )
-
-
-def _files_in(folder: str) -> Iterator[str]:
-    files = (f"{above}/{name}" for above, _, names in os.walk(folder) for name in names)
-    return itertools.islice(files, _MAX_CREDENTIALS_FILES)
 
 
 @functools.lru_cache(maxsize=2)

@@ -259,7 +259,10 @@ class _CapturedSetup:
     def _unaccounted(self, changes: Sequence[Change]) -> tuple[str, ...]:
         """Files that the setup read and the key does not cover."""
         task, python, view, real = self._task, self.done.python, self._view, os.path.realpath  # reads have real paths
-        base = [str(Path(bootseer.__file__).parent), *own_folders(task), *_installers(task.env.get("PATH"))]
+        base = [str(Path(bootseer.__file__).parent), *own_folders(task)]
+        # Installers, wherever the user has them: their versions are in the key.
+        installers = (shutil.which(name, path=task.env.get("PATH")) for name in _INSTALLERS)
+        base += filter(None, (own_uv(), *installers))
         base += [python.prefix, python.base_prefix] if python is not None else []
         for name in (*AT_HOME, *CREDENTIALS_AT_HOME) if task.env.get("HOME") else ():
             path = real(f"{task.env['HOME']}/{name}")
@@ -318,8 +321,3 @@ def unknown_reads(found: Sequence[str]) -> list[str]:
     """The reads that the key does not cover, as a reason: changes of these files would go unnoticed."""
     words = f"it read files that its key does not cover: {listed(found)} (declare them by --env-input)"
     return [words] if found else []
-
-
-def _installers(path: str | None) -> list[str]:
-    """Installed installers, wherever the user has them: their versions are in the key."""
-    return [*filter(None, (own_uv(), *(shutil.which(name, path=path) for name in _INSTALLERS)))]

@@ -187,7 +187,9 @@ def _write(task: Task, publication: Publication, check: SecretCheck, began_s: fl
 
 
 def _document(task: Task, publication: Publication, written: Written) -> EnvironmentDocument:
-    key, done = publication.key, publication.done
+    key, done, max_age_s = publication.key, publication.done, task.options.max_age_s
+    if max_age_s is None and key.unpinned:
+        max_age_s = UNPINNED_AGE_S
     return EnvironmentDocument(
         key=key.digest,
         components=key.components,
@@ -208,16 +210,9 @@ def _document(task: Task, publication: Publication, written: Written) -> Environ
         version=__version__,
         built_s=time.time(),
         setup_s=done.seconds,
-        max_age_s=_max_age_s(task, key),
+        max_age_s=None if max_age_s == math.inf else max_age_s,
         job=task.job,
         what=task.what,
         left_out=tuple(publication.left_out.reasons.values())[:MAX_LEFT_OUT],
         daemons=publication.daemons,
     )
-
-
-def _max_age_s(task: Task, key: RequestKey) -> float | None:
-    age_s = task.options.max_age_s
-    if age_s is None:
-        return UNPINNED_AGE_S if key.unpinned else None
-    return None if age_s == math.inf else age_s

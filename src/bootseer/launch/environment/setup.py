@@ -172,16 +172,13 @@ class SetupRun:
     def __init__(self, host: SetupHost) -> None:
         self._host = host
         self._task = host.task
-        self._python: Interpreter | None = None
-        self._before = Installed()
 
     def run(self) -> SetupResult:
         task = self._task
         began_s = time.time()
         with interruptible():
-            self._python = self._find_python()
-            self._before = self._installed()
-        done = SetupResult(python=self._python, before=self._before, began_s=began_s)
+            python = self._find_python()
+            done = SetupResult(python=python, before=self._installed(python), began_s=began_s)
         if task.setup is not None:
             done = self._script(task.setup, done)
         if task.requirements and not done.code:
@@ -203,16 +200,15 @@ class SetupRun:
         return replace(done, exports=left.exports, reasons=left.unsafe)
 
     def _requirements(self, done: SetupResult) -> SetupResult:
-        if self._python is None:
+        if done.python is None:
             say(f"there is no working Python in {self._host.where}")
             return replace(done, code=CANNOT_START, what=", ".join(self._task.requirements))
         for kind, files in groups_of(self._task.requirements):
-            done = self._install(done, self._python, kind, files)
+            done = self._install(done, done.python, kind, files)
             if done.code:
                 return done
             if kind == "conda":  # it may have installed another Python
-                self._python = self._find_python() or self._python
-                done = replace(done, python=self._python)
+                done = replace(done, python=self._find_python() or done.python)
         return done
 
     def _install(self, done: SetupResult, python: Interpreter, kind: FileKind, files: Sequence[str]) -> SetupResult:
@@ -260,11 +256,11 @@ class SetupRun:
         return way
 
     def _record_new_packages(self, done: SetupResult) -> SetupResult:
-        after = self._installed()
-        new = new_distributions(self._before, after)
-        if self._python is not None:
-            self.compile(self._python, new)
-        return replace(done, packages=new_packages(self._before, after), new=new)
+        after = self._installed(done.python)
+        new = new_distributions(done.before, after)
+        if done.python is not None:
+            self.compile(done.python, new)
+        return replace(done, packages=new_packages(done.before, after), new=new)
 
     def compile(self, python: Interpreter, new: Sequence[Distribution]) -> None:
         """Compile bytecode of new distributions. Failures do not matter: Python compiles missing bytecode itself.
@@ -295,5 +291,5 @@ class SetupRun:
                 return interpreter.ask(python, self._host.env, self._host.ask)
         return None
 
-    def _installed(self) -> Installed:
-        return installed(self._python.folders if self._python is not None else (), root=self._host.root)
+    def _installed(self, python: Interpreter | None) -> Installed:
+        return installed(python.folders if python is not None else (), root=self._host.root)

@@ -16,6 +16,7 @@ from bootseer.artifact.signatures import UNSIGNED, Signatures
 from bootseer.env.capturing.capture import open_capture
 from bootseer.env.capturing.capture_base import Way
 from bootseer.env.capturing.effects import Baseline
+from bootseer.env.changes import parents
 from bootseer.env.document import EnvironmentDocument
 from bootseer.env.life.catalog import NodeCatalog
 from bootseer.env.life.decide import Action, Decision
@@ -200,11 +201,8 @@ class SavedSnapshot:
 def _with_parents(entries: Sequence[Entry], layer: Layer) -> list[Entry]:
     """The entries, and all their parent folders, which do not exist below another folder."""
     known = {entry.path for entry in entries}
-    found = {}
-    for entry in entries:
-        above = entry.path.rpartition("/")[0]
-        while above and above not in known and above not in found:
-            status = layer.at(above).stat()
-            found[above] = Entry(above, "directory", mode=status.st_mode & 0o7777, uid=status.st_uid, gid=status.st_gid)
-            above = above.rpartition("/")[0]
-    return sorted([*entries, *found.values()], key=lambda entry: os.fsencode(entry.path))
+    found = []
+    for above in {above for entry in entries for above in parents(entry.path)} - known:
+        status = layer.at(above).stat()
+        found.append(Entry(above, "directory", mode=status.st_mode & 0o7777, uid=status.st_uid, gid=status.st_gid))
+    return sorted([*entries, *found], key=lambda entry: os.fsencode(entry.path))

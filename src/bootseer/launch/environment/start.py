@@ -115,13 +115,17 @@ class EnvironmentStart:
         key, decision = self.restore()
         if self.prepared is not None:
             return 0
-        from bootseer.launch.environment.capture import set_up_in_view, set_up_on_host
+        from bootseer.launch.environment.capture import capture, set_up_in_view, set_up_on_host
         from bootseer.launch.environment.view import fallback_for
 
         if decision.action is Action.BUILD and key is not None:
             say(f"environment {key.digest[:12]} is set up now: {decision.reason}")
             try:
-                return self._capture(key, decision)
+                try:
+                    done, self.prepared, self.publishing = capture(self.task, key, decision, self.command)
+                finally:
+                    self.release_lease()
+                return done.code
             except Exception as error:  # an error of BootSeer must not fail the job
                 _log.warning("the setup is not captured", exc_info=True)
                 decision = fallback_for(decision, error)
@@ -180,15 +184,6 @@ class EnvironmentStart:
                     remove_snapshot(self.task, decision.document, fallback.reason)
             return fallback
         return decision
-
-    def _capture(self, key: RequestKey, decision: Decision) -> int:
-        from bootseer.launch.environment.capture import capture
-
-        try:
-            done, self.prepared, self.publishing = capture(self.task, key, decision, self.command)
-        finally:
-            self.release_lease()
-        return done.code
 
     def run(self, options: Options) -> int:
         """Run the command in the environment; returns its exit code."""
