@@ -19,8 +19,8 @@ from typing import Any, NoReturn
 from bootseer import logs
 from bootseer.errors import Interrupted, PermanentError, TransientError, as_message, from_message, os_errors_as
 from bootseer.io.proc import end_child
-from bootseer.launch.supervise import FORWARDED, PR_SET_PDEATHSIG, prctl, say
-from bootseer.mounts.process import drop_descriptors, readable, send_line
+from bootseer.launch.supervise import FORWARDED, say
+from bootseer.mounts.process import die_with, drop_descriptors, readable, send_line
 
 Send = Callable[[dict[str, Any]], None]
 _MAX_LINE = 65_536
@@ -165,12 +165,4 @@ def _terminate_with(parent: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, interrupt)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {*FORWARDED, signal.SIGCHLD})
-    end_with_parent(parent)
-
-
-def end_with_parent(parent: int) -> None:
-    """Have the kernel send SIGTERM when `parent` dies. To be called again after entering a namespace, which clears it.
-    Raises `Interrupted` if the parent has died already."""
-    prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
-    if os.getppid() != parent:
-        raise Interrupted(signal.SIGTERM, "SIGTERM")
+    die_with(parent, signal.SIGTERM)  # to be called again after entering a namespace

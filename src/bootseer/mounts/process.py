@@ -26,14 +26,14 @@ _TICK_S = 0.5
 _MAX_LINE = 1 << 20
 
 
-def die_with(parent: int) -> None:
-    """Ask the kernel to kill this forked child when its `parent` ends.
+def die_with(parent: int, number: int = signal.SIGKILL) -> None:
+    """Ask the kernel to send this forked child a signal when its `parent` ends.
 
     The kernel clears this on a change of credentials or namespaces: call it after those.
     """
-    libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
+    libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(number), 0, 0, 0)
     if os.getppid() != parent:  # the parent ended before prctl
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), number)
 
 
 def drop_descriptors(log: Path, drops: Callable[[int], bool]) -> None:

@@ -25,11 +25,12 @@ from bootseer.env.document import Daemon, apply_exports
 from bootseer.env.processes import below, clash, listening, pid_in, process, processes, sockets_of
 from bootseer.env.restoring.safe_tree import SafeTree, new_folder
 from bootseer.errors import BootseerError, PermanentError
-from bootseer.launch.background import Background, Send, end_with_parent, start_background
+from bootseer.launch.background import Background, Send, start_background
 from bootseer.launch.environment.task import Task
 from bootseer.launch.environment.view import EnvironmentUnavailable
 from bootseer.launch.restart import end_processes
 from bootseer.launch.supervise import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, StartError, prctl, spawn
+from bootseer.mounts.process import die_with
 from bootseer.trace.event import BEGIN, END, OK
 
 STAGE = "daemon"
@@ -96,7 +97,7 @@ def _run_daemons(
         raise PermanentError("their children cannot be adopted")
     if enter is not None:
         enter()
-        end_with_parent(parent)
+        die_with(parent, signal.SIGTERM)
     for one in starts:
         _check_user(one.daemon, uid)
         _check_addresses(one.daemon)

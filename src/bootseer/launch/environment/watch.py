@@ -11,8 +11,9 @@ from pathlib import Path
 
 from bootseer.env.capturing.reads import AccessLog, Reads, not_watched, start_watching
 from bootseer.errors import BootseerError
-from bootseer.launch.background import Background, Send, end_with_parent, start_background
+from bootseer.launch.background import Background, Send, start_background
 from bootseer.launch.supervise import next_signal
+from bootseer.mounts.process import die_with
 
 READY_S = 10.0
 END_S = 60.0
@@ -85,7 +86,7 @@ def _watch(
     parent = os.getppid()
     try:
         group, table = start_watching(captured, passthrough, enter, below)
-        end_with_parent(parent)
+        die_with(parent, signal.SIGTERM)
         # Waited for instead of handled: an event that was read is never lost by an exception.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         accesses = AccessLog(group)
