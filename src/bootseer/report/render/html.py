@@ -104,7 +104,7 @@ def templates_of(package: str) -> Environment:
 def _templates() -> Environment:
     made = templates_of("bootseer.report.render")
     made.filters |= {"count": count, "median": median}
-    made.tests |= {"about_clocks": is_about_clocks, "a_line": lambda text: " " in text}
+    made.tests["about_clocks"] = is_about_clocks
     html: tuple[Callable[..., str], ...] = (
         html_text.num, cell, html_text.rank_cell, table, html_text.term, html_text.dotted,
         html_svg.stacked, html_svg.swatch, html_svg.icon, html_svg.cdf, html_svg.bar, html_svg.attempts,
