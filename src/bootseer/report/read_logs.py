@@ -47,12 +47,11 @@ def read_report(
     report follows at its end. With `wait`, wait for a job that has not started yet; otherwise that is an error. Raises
     `UsageError` if there is nothing to report.
     """
-    if watch is not None and not wait:
-        for place in places:
-            _resolve(place, env)
-        if not places:
-            _latest(env)
-    found = _read(places, env, patterns, options, watch, progress)
+    paths = [] if wait else _paths(places, env)
+    if watch is None:
+        found = _checked(scan(inputs.sources(paths), patterns=patterns, job=options.job, progress=progress))
+    else:
+        found = _checked(_follow(places, options, env, Growing(patterns, options.job), watch))
     report = analyse(found.events, options, facts=found.facts, read=found.input())
     one = report.startup
     _LOG.info(
@@ -65,7 +64,7 @@ def read_report(
 def read_runs(place: str, env: Mapping[str, str], progress: Progress | None = None) -> list[Report]:
     """The reports of one side of a comparison: a place as for `read_report`, `JOB@ATTEMPT`, or `JOB@FIRST..LAST`."""
     match = None if inputs.exists(place) else _ATTEMPTS.fullmatch(place)
-    found = _read([match["name"] if match else place], env, progress=progress)
+    found = _checked(scan(inputs.sources(_paths([match["name"] if match else place], env)), progress=progress))
     runs = [found.events]
     if match and found.events:
         first, last = int(match["first"]), int(match["last"] or match["first"])
@@ -87,23 +86,12 @@ def read_runs(place: str, env: Mapping[str, str], progress: Progress | None = No
 def read_all(places: Sequence[str], env: Mapping[str, str], progress: Progress | None = None) -> Scanned:
     """The events of all jobs in these places; by default of all jobs that have run on this machine."""
     root = spools.default_root(env)
-    return _read(places or ([root] if spools.job_names(root) else []), env, progress=progress)
+    paths = _paths(places or ([root] if spools.job_names(root) else []), env)
+    return _checked(scan(inputs.sources(paths), progress=progress))
 
 
-def _read(
-    places: Sequence[str],
-    env: Mapping[str, str],
-    patterns: Sequence[tuple[str, re.Pattern[bytes]]] = (),
-    options: Options | None = None,
-    watch: Callable[[Moment], None] | None = None,
-    progress: Progress | None = None,
-) -> Scanned:
-    options = options or Options()
-    if watch is None:
-        paths = [_resolve(place, env) for place in places] or [_latest(env)]
-        found = scan(inputs.sources(paths), patterns=patterns, job=options.job, progress=progress)
-    else:
-        found = _follow(places, options, env, Growing(patterns, options.job), watch)
+def _checked(found: Scanned) -> Scanned:
+    """What was read. Raises `UsageError` if there is nothing to report."""
     _LOG.info(
         "read %d files, %d bytes, %d lines: %d events, %d facts; skipped: %s",
         *(found.files, found.bytes, found.lines, len(found.events), len(found.facts), dict(found.skipped) or "nothing"),
@@ -152,6 +140,11 @@ def _is_path(place: str, env: Mapping[str, str]) -> bool:
         with suppress(UsageError):  # a user without a home has no jobs
             return spools.find_job(spools.default_root(env), place) is None
     return place == inputs.STDIN or inputs.exists(place)
+
+
+def _paths(places: Sequence[str], env: Mapping[str, str]) -> list[str]:
+    """The paths of these places, by default that of the latest job. Raises `UsageError` for those that do not exist."""
+    return [_resolve(place, env) for place in places] or [_latest(env)]
 
 
 def _resolve(place: str, env: Mapping[str, str]) -> str:
