@@ -99,7 +99,11 @@ class ErofsReader:
         area = xattr_bytes(xattr_count)
         tail_at = at + INODE.size + area if data_layout == FLAT_INLINE else None
         if not device:
-            self._check_content(number, size, first_block, tail_at)
+            plain = size if tail_at is None else size - size % BLOCK
+            if plain and (first_block < 1 or first_block * BLOCK + plain > self.size_bytes):
+                raise CorruptError(f"EROFS image: the content of inode {number} lies outside the image")
+            if size > plain and tail_at is not None and tail_at % BLOCK + size - plain > BLOCK:
+                raise CorruptError(f"EROFS image: the inline tail of inode {number} crosses a block")
         return Inode(
             number,
             mode,
@@ -198,14 +202,6 @@ class ErofsReader:
         if file_type(inode.mode) != kind:
             raise CorruptError(f"EROFS image: the types of inode {number} and of its directory entry differ")
         return inode
-
-    def _check_content(self, number: int, size: int, first_block: int, tail_at: int | None) -> None:
-        plain = size if tail_at is None else size - size % BLOCK
-        tail = size - plain
-        if plain and (first_block < 1 or first_block * BLOCK + plain > self.size_bytes):
-            raise CorruptError(f"EROFS image: the content of inode {number} lies outside the image")
-        if tail and tail_at is not None and tail_at % BLOCK + tail > BLOCK:
-            raise CorruptError(f"EROFS image: the inline tail of inode {number} crosses a block")
 
     def _read(self, offset: int, length: int) -> bytes:
         if offset < 0 or offset + length > self.size_bytes:

@@ -247,7 +247,9 @@ class ErofsWriter:
                 self._flush(pending, digest)
                 pending.clear()
         self._flush(pending, digest)
-        return replace(layout.superblock, uuid=_uuid(digest.digest())).encode()
+        uuid = bytearray(digest.digest()[:16])  # of version 8: custom content
+        uuid[6], uuid[8] = uuid[6] & 0x0F | 0x80, uuid[8] & 0x3F | 0x80
+        return replace(layout.superblock, uuid=bytes(uuid)).encode()
 
     def _flush(self, pending: bytearray, digest: hashlib._Hash) -> None:
         data = bytes(pending)
@@ -258,14 +260,6 @@ class ErofsWriter:
     def _check_size(self) -> None:
         if self._position > MAX_BLOCKS * BLOCK:
             raise PermanentError(f"an image of more than {MAX_BLOCKS} blocks: EROFS has at most {MAX_BLOCKS}")
-
-
-def _uuid(digest: bytes) -> bytes:
-    """A UUID of version 8 (custom content) from the digest of the metadata."""
-    uuid = bytearray(digest[:16])
-    uuid[6] = uuid[6] & 0x0F | 0x80
-    uuid[8] = uuid[8] & 0x3F | 0x80
-    return bytes(uuid)
 
 
 class Layout:

@@ -147,7 +147,11 @@ class LazyImages:
     def lowers(self, name: str) -> list[Path]:
         """Links to the mounted layers, the uppermost first; mounts them if necessary. Raises `BootseerError`."""
         digest, _, depth = name.partition("-")
-        known = self._load(digest)
+        path = self._folder / f"{digest}.json"
+        try:
+            known = msgspec.json.decode(path.read_bytes(), type=_KnownImage)
+        except (OSError, msgspec.MsgspecError) as error:
+            raise PermanentError(f"{path}: {error}; remove the image and pull it again") from error
         with self._mount_turn(digest):
             state = self._mounted(digest)
             if state is None:
@@ -273,13 +277,6 @@ class LazyImages:
         found.store.close()
         identities, chains = [layer.file.identity for layer in found.document.layers], _chains(found.document)
         return _KnownImage(digest, uri, identities, chains) if chains else None
-
-    def _load(self, digest: str) -> _KnownImage:
-        path = self._folder / f"{digest}.json"
-        try:
-            return msgspec.json.decode(path.read_bytes(), type=_KnownImage)
-        except (OSError, msgspec.MsgspecError) as error:
-            raise PermanentError(f"{path}: {error}; remove the image and pull it again") from error
 
     def _mount(self, known: _KnownImage) -> None:
         target = self._folder / known.digest.removeprefix("sha256:")
