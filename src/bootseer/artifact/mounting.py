@@ -30,6 +30,7 @@ from bootseer.io.files import lines_of
 from bootseer.mounts.control import LOG
 from bootseer.mounts.layers import MountMethod
 from bootseer.mounts.process import ProcessId
+from bootseer.mounts.shared_layers import unmount_own
 from bootseer.mounts.state import MountState, Runtime
 
 _KEEP_S = 5.0
@@ -66,13 +67,13 @@ class LazyMount(Materializer, ABC):
     def mount_files(self) -> tuple[MountMethod, Path]:
         """Mount the files by the best method that works here; returns the method and the mount point."""
 
-    @abstractmethod
     def unmount_files(self) -> None:
         """Undo `mount_files`."""
+        unmount_own(self.folder)
 
-    @abstractmethod
     def owner(self) -> ProcessId | None:
         """The process with which the mount ends, if any."""
+        return ProcessId.of(os.getpid())
 
     def run(self, store_uri: str | None) -> tuple[MountState, dict[str, object]]:
         """Mount; returns the mount's record and facts for the report. Raises `BootseerError` if no fallback works."""

@@ -10,7 +10,6 @@ The mount ends with this process; after a kill the next start cleans up.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -29,7 +28,6 @@ from bootseer.errors import BootseerError, CorruptError, TooShortError
 from bootseer.mounts import shared_layers
 from bootseer.mounts.control import FILES
 from bootseer.mounts.layers import MountMethod
-from bootseer.mounts.process import ProcessId
 from bootseer.mounts.state import MountState
 from bootseer.store.open import open_store
 from bootseer.store.store import Store
@@ -109,9 +107,6 @@ class _LayerMount(LazyMount):
         name = f"environment {document.key[:12]}"
         return Subject(name=name, digest=document.digest, store=store, store_uri=store.uri), [index]
 
-    def owner(self) -> ProcessId | None:
-        return ProcessId.of(os.getpid())
-
     def mount_files(self) -> tuple[MountMethod, Path]:
         if self.options.unpack:
             return self._unpack("nothing can be mounted over the files of this machine")
@@ -160,6 +155,3 @@ class _LayerMount(LazyMount):
             tree = unpack_once(self.options.cache, [one.index.identity], write, self.say)
         self.details[UNPACKED] = tree.name
         return MountMethod.UNPACK, tree
-
-    def unmount_files(self) -> None:
-        shared_layers.unmount_own(self.folder)

@@ -37,7 +37,7 @@ from bootseer.mounts import kernel, user_namespace
 from bootseer.mounts.control import FILES
 from bootseer.mounts.layers import MountMethod, copy_attributes, mount_overlay
 from bootseer.mounts.process import ProcessId
-from bootseer.mounts.shared_layers import mount_layer, unmount_own
+from bootseer.mounts.shared_layers import mount_layer
 from bootseer.store.open import open_store
 
 LayersAbove = Callable[[str], Sequence[Path]]
@@ -137,10 +137,10 @@ class _ImageMount(LazyMount):
         with contextlib.suppress(BootseerError):
             if kernel.is_mount(self.target):
                 kernel.unmount(self.target, lazy=True)
-        unmount_own(self.folder)
+        super().unmount_files()
 
     def owner(self) -> ProcessId | None:
-        return ProcessId.of(os.getpid()) if self.lifeline and not user_namespace.is_host() else None
+        return super().owner() if self.lifeline and not user_namespace.is_host() else None
 
     def mount_files(self) -> tuple[MountMethod, Path]:
         """Mount with the best method; if it fails, with the next one."""
