@@ -97,6 +97,19 @@ def test_a_server_that_vanishes_is_noticed_within_two_minutes(database_url: str)
     database.close()
 
 
+def test_a_copy_that_the_server_cannot_make_now_is_a_reason_to_try_again(database_url: str) -> None:
+    """As on a full disk. After three errors of other kinds, the service would give up the start whose rows they are."""
+    database = Database.open(database_url)
+    if not database.is_postgres:
+        pytest.skip("SQLite has no COPY")
+    with database.write() as other:
+        other.execute(text("LOCK TABLE stage"))
+        with pytest.raises(TransientError, match="lock timeout"), database.write() as connection:
+            connection.execute(text("SET LOCAL lock_timeout = 1"))
+            database.insert_all(connection, schema.stage, [{"name": "install"}])
+    database.close()
+
+
 def test_a_file_that_is_no_database_is_reported_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "derived.sqlite").write_bytes(b"\0" * 50 + b"no database" * 100)
     with pytest.raises(PermanentError, match=r"derived\.sqlite: file is not a database$"):

@@ -123,8 +123,9 @@ class Database:
         and are not mapped."""
         try:
             yield
-        except OperationalError as error:
-            raise TransientError(f"{self}: {str(error.orig).strip() or type(error.orig).__name__}") from error
+        except (OperationalError, self._engine.dialect.loaded_dbapi.OperationalError) as error:  # the second by COPY
+            driver = getattr(error, "orig", error)
+            raise TransientError(f"{self}: {str(driver).strip() or type(driver).__name__}") from error
         except PoolTimeoutError as error:
             raise TransientError(f"{self}: all connections are in use") from error
         except DBAPIError as error:
