@@ -247,6 +247,8 @@ def test_a_database_that_does_not_answer_holds_up_one_request_only(tmp_path, mon
         first.start()
         connection, _ = hung.accept()
         assert tokens.grant(secret) is not None
+        assert tokens.grant("unknown") is None
+        assert tokens.any()
         assert first.is_alive()
         hung.close()  # so that it does not try again
         connection.close()

@@ -44,6 +44,7 @@ LOGIN: Final = "/login"
 
 _PREFIX = "bst_"
 _FRESH_S = 5.0
+_WAIT_S = 1.0
 _MAX_FORM_BYTES = 4096
 _USED_EVERY_NS = 60_000_000_000
 _TAG = TAG_STEM + b"%d {" % VERSION
@@ -137,19 +138,19 @@ class Tokens:
 
     def grant(self, secret: str) -> Grant | None:
         """What a secret allows; None if it is unknown or revoked."""
-        self._refresh(wait=False)
+        self._refresh()
         if (found := self._by_hash.get(_hash(secret))) is None:
-            self._refresh()
+            self._refresh(_WAIT_S)
             found = self._by_hash.get(_hash(secret))
         if found is None or found.revoked_ns is not None:
             return None
         self._used[found.id] = time.time_ns()
         return Grant(found.scope, found.team)
 
-    def _refresh(self, *, wait: bool = True) -> None:
-        """Read the tokens again if they are old. `wait` for another thread that does: without it, a database that does
-        not answer holds up one request, and others use the known tokens."""
-        if not self._lock.acquire(blocking=wait):
+    def _refresh(self, wait_s: float = 0.0) -> None:
+        """Read the tokens again if they are old. Another thread that does is waited for no longer than `wait_s`: a
+        database that does not answer holds up one request, and others use the known tokens."""
+        if not self._lock.acquire(timeout=wait_s):
             return
         try:
             if time.monotonic() - self._read_at < _FRESH_S:
