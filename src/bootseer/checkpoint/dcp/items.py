@@ -9,11 +9,12 @@ from __future__ import annotations
 import io
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
@@ -126,25 +127,12 @@ def part_for(item: Stored, request: ReadItem, target: torch.Tensor) -> Part | No
     """What to read straight into `target`, if the dtypes match and the elements are contiguous."""
     if not is_plain(target) or tuple(target.shape) != tuple(request.lengths):
         return None
-    row = _row(item.sizes, request.storage_offsets, request.lengths)
-    if row is None:
+    whole = torch.empty(item.sizes, device="meta")
+    box = narrow_tensor_by_index(whole, request.storage_offsets, request.lengths)
+    if not box.is_contiguous():
         return None
     size = target.element_size()
-    return Part(row * size, target.numel() * size, math.prod(item.sizes) * size)
-
-
-def _row(sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> int | None:
-    """Index of the first element of a box in a tensor; None if the box is not contiguous."""
-    inner = 1  # elements per step of this dimension
-    first = 0
-    ended = False  # whether a dimension was cut: outer ones must have length 1 then
-    for size, offset, length in zip(reversed(sizes), reversed(offsets), reversed(lengths), strict=True):
-        if ended and length != 1:
-            return None
-        ended = ended or length != size
-        first += offset * inner
-        inner *= size
-    return first
+    return Part(box.storage_offset() * size, target.numel() * size, whole.numel() * size)
 
 
 class Expected:
