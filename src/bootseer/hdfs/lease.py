@@ -55,12 +55,6 @@ _OWN_ALREADY = ("is already the current lease holder", "current leaseholder is t
 class NoNodesError(TransientError):
     """The NameNode finds no DataNode for a block, or none that is not excluded."""
 
-    @property
-    def num_running(self) -> int:
-        """Live nodes, 0 if unknown."""
-        count = _RUNNING.search(str(self))
-        return int(count[1]) if count is not None else 0
-
 
 class _NotReplicatedYetError(TransientError):
     """The DataNodes of an earlier block of the file have not reported to the NameNode yet."""
@@ -166,7 +160,7 @@ class Lease:
             except NoNodesError as error:
                 if excluded:
                     raise
-                raise self.explain(error) from error
+                raise self._explain(error) from error
             except _NotReplicatedYetError:
                 if time.monotonic() + pause_s >= until:
                     raise
@@ -187,18 +181,20 @@ class Lease:
             raise NoNodesError(f"{self.path}: the NameNode gives a block without a DataNode")
         return NewBlock(block, node_ids, kinds, ids)
 
-    def explain(self, error: NoNodesError) -> BootseerError:
+    def _explain(self, error: NoNodesError) -> BootseerError:
         """Why the NameNode has no node: `NoSpaceError` when all are full, `NoSpaceNowError` when blocks in flight may
         need what is left, `error` itself when space is not the reason.
         """
+        count = _RUNNING.search(str(error))
+        num_live = int(count[1]) if count is not None else 0
         try:
             rooms = self._namenode.free_bytes_by_node()
             most = max(rooms.values(), default=1 << 63)  # without nodes in service, space is not the reason
         except AccessError:  # only the sum is known: use the average
-            rooms, most = {}, self._namenode.space()[1] // max(error.num_running, 1)
+            rooms, most = {}, self._namenode.space()[1] // max(num_live, 1)
         except BootseerError:
             return error
-        if not error.num_running or most >= _MANY_BLOCKS * self.block_size:
+        if not num_live or most >= _MANY_BLOCKS * self.block_size:
             return error
         shown = [f"{node} {format_bytes(rooms[node])}" for node in sorted(rooms, key=rooms.__getitem__, reverse=True)]
         more = [f"{len(shown) - _MAX_SHOWN} others less"] if len(shown) > _MAX_SHOWN else []
