@@ -9,7 +9,7 @@ pytest.importorskip("google_crc32c", reason="extra hdfs")
 from bootseer.hdfs.block_locations import Node
 from bootseer.hdfs.datanode import DataNodeConnection
 from bootseer.hdfs.errors import DataNodeError
-from bootseer.hdfs.idle import IdleConnections
+from bootseer.io.idle import IdleConnections
 from hdfs.peers import FakeDataNode
 from registry import free_port
 

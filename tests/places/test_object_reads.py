@@ -247,7 +247,7 @@ def test_plain_http_is_read_over_few_connections_without_obstore(
             assert read(file, 7, 1000) == data[7:1007]  # an idle connection that the server has closed is no failure
             assert not place.facts()["nodes"][""]["failures"]  # type: ignore[index]
         place.close()
-        assert not place._reads._gets._idle  # type: ignore[attr-defined]
+        assert not place._reads._gets._idle._idle  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("fault", "num_failures"), [(Fault(status=403), 0), (Fault(drop=True), 1)])

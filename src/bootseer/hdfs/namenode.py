@@ -33,12 +33,12 @@ from bootseer.errors import (
 from bootseer.hdfs.addresses import Cluster
 from bootseer.hdfs.block_locations import FileStatus, LocatedFile, Node, parse_located, parse_node, parse_status
 from bootseer.hdfs.errors import kind_of_error
-from bootseer.hdfs.idle import IdleConnections
 from bootseer.hdfs.protection import Protection
 from bootseer.hdfs.protobuf import MalformedError, Message, field
 from bootseer.hdfs.rpc import Login, RemoteError, RpcConnection, UnreachableError
 from bootseer.hdfs.sasl import check_ciphers, delegation_token
 from bootseer.io.fork import in_each_process
+from bootseer.io.idle import IdleConnections
 from bootseer.logs import logger
 
 _LOG = logger(__name__)

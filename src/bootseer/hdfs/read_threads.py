@@ -22,12 +22,12 @@ from bootseer.errors import BootseerError, NotFoundError, PermanentError, Transi
 from bootseer.hdfs.block_locations import Block, LocatedFile, Node
 from bootseer.hdfs.datanode import BlockRead, DataNodeConnection, raise_silent
 from bootseer.hdfs.errors import DataNodeError, RefusedError, SilentError, UnevenError, WrongBytesError
-from bootseer.hdfs.idle import IdleConnections
 from bootseer.hdfs.namenode import NameNode
 from bootseer.hdfs.requests import NOTHING, HdfsSource, ReadSettings, Run, Ticket
 from bootseer.hdfs.schedule import Schedule
 from bootseer.io.executor import Executor, report_exception, run_reported
 from bootseer.io.fork import in_each_process
+from bootseer.io.idle import IdleConnections
 from bootseer.io.pooled_reads import ReadOutcome
 from bootseer.io.timer import Timer
 from bootseer.logs import logger

@@ -12,9 +12,7 @@ import math
 import os
 import select
 import time
-from collections import deque
 from collections.abc import Generator, Iterator
-from contextlib import suppress
 from datetime import timedelta
 from http.client import HTTPConnection, HTTPResponse
 from typing import TYPE_CHECKING, Any
@@ -23,6 +21,7 @@ from urllib.parse import urlsplit
 import obstore
 from obstore.exceptions import PreconditionError
 
+from bootseer.io.idle import IdleConnections
 from bootseer.logs import logger
 from bootseer.places.bucket import Bucket
 
@@ -43,16 +42,13 @@ _PIECE_BYTES = 256 << 10
 
 
 class _Connection(HTTPConnection):
-    until_s = 0.0
-    """Not used again after this time."""
-
     def connect(self) -> None:
         super().connect()
         self.sock.settimeout(_READ_S)
 
     def is_usable(self) -> bool:
         """Whether the server has not closed it, and sends nothing that was not requested."""
-        if self.sock is None or time.monotonic() > self.until_s:
+        if self.sock is None:
             return False
         poll = select.poll()
         poll.register(self.sock, select.POLLIN)
@@ -67,7 +63,7 @@ class Gets:
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
-        self._idle: deque[_Connection] = deque()
+        self._idle = IdleConnections[_Connection](_IDLE_S)
         is_usual = bucket.scheme == "s3" and _UNUSUAL.isdisjoint(name.upper() for name in os.environ)
         self._off_until_s = 0.0 if is_usual else math.inf
 
@@ -125,24 +121,20 @@ class Gets:
             response.close()
             connection.close()
             raise
-        connection.until_s = time.monotonic() + _IDLE_S
-        self._idle.append(connection)  # before the last piece, which may bring about the next request
+        # Before the last piece, which may bring about the next request.
+        self._idle.give(self._bucket.uri, connection)
         if self._off_until_s == math.inf:
             self.close()
         yield buffer[:count]
 
     def _connection(self, address: str) -> _Connection:
         """An idle one, unless the server has closed it, or a new one."""
-        with suppress(IndexError):  # none is left
-            while True:
-                connection = self._idle.popleft()
-                if connection.is_usable():
-                    return connection
-                connection.close()
+        while (connection := self._idle.take(self._bucket.uri)) is not None:
+            if connection.is_usable():
+                return connection
+            connection.close()
         return _Connection(address, timeout=_CONNECT_S)
 
     def close(self) -> None:
         self._off_until_s = math.inf
-        with suppress(IndexError):  # other threads do the same when their requests end
-            while True:
-                self._idle.popleft().close()
+        self._idle.close()
