@@ -132,7 +132,7 @@ def part_for(item: Stored, request: ReadItem, target: torch.Tensor) -> Part | No
     if not box.is_contiguous():
         return None
     size = target.element_size()
-    return Part(box.storage_offset() * size, target.numel() * size, whole.numel() * size)
+    return Part(int(box.storage_offset()) * size, target.numel() * size, whole.numel() * size)
 
 
 class Expected:
