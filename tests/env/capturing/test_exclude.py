@@ -138,7 +138,7 @@ def test_a_rule_tells_whether_a_start_misses_what_it_leaves_out() -> None:
 
 
 def test_real_folders_are_those_of_known_homes() -> None:
-    folders = RULE.passthrough_folders
+    folders = RULE.places(lambda rule: rule.passthrough)
     assert {"/proc", "/tmp", "/root/.cache/pip", "/data/people/me/.cache/uv", "/data/spool", "/data/pip"} <= set(
         folders
     )

@@ -18,10 +18,11 @@ import contextlib
 import functools
 import os
 import pwd
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from bootseer.artifact.owned_folder import OwnedFolder
+from bootseer.artifact.progress import Say
 from bootseer.env.capturing import overlay
 from bootseer.env.capturing.capture_base import Capture, Way
 from bootseer.env.capturing.exclude import OWN, PASSTHROUGH_FILES, Exclusions, caches_of, credentials_of
@@ -35,7 +36,6 @@ from bootseer.mounts import user_namespace
 from bootseer.mounts.kernel import is_below
 from bootseer.mounts.namespace import Namespace
 
-Say = Callable[[str], None]
 WAYS: tuple[Way, ...] = ("overlay", "user", "scan")
 _NEARLY_FULL_BYTES = 16 << 20
 _SHARE_OF_MEMORY = 2
@@ -112,7 +112,7 @@ def open_overlay(
     if not user and not user_namespace.may_mount():
         raise PermanentError("mounting needs root (CAP_SYS_ADMIN)")
     _make_caches(homes, env)
-    passthrough = (*exclusions.passthrough_folders, *PASSTHROUGH_FILES)
+    passthrough = (*exclusions.places(lambda rule: rule.passthrough), *PASSTHROUGH_FILES)
     problems: list[str] = []
     free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for memory_bytes in (0, free_bytes // _SHARE_OF_MEMORY):  # on the folder's disk, or in memory

@@ -188,8 +188,6 @@ _MOUNT_CHECKS, _CHECK_INTERVAL_S = 4, 0.1
 _CONTAINER_MOUNT = re.compile(r"/containers/(?:run|start)-[^/]+/root(?:/|$)")
 """Mount points of other starts' containers. A capture's private namespace keeps a copy of such a mount after the other
 start has unmounted it."""
-Mounted = tuple[str, str, str, str]
-"""Path, kind of file system, device and root of a mount."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,7 +332,7 @@ def _namespace() -> int:
     return Path("/proc/self/ns/mnt").stat().st_ino
 
 
-def _mounts() -> list[Mounted]:
+def _mounts() -> list[tuple[str, str, str, str]]:
     return [
         (row.path, row.kind, row.device, row.root) for row in mount_table() if not _CONTAINER_MOUNT.search(row.path)
     ]

@@ -238,15 +238,12 @@ class Exclusions:
         ]
 
     @property
-    def passthrough_folders(self) -> list[str]:
-        return self._places(lambda rule: rule.passthrough)
-
-    @property
     def credentials(self) -> list[str]:
         """Files and folders with credentials of this machine's users."""
-        return self._places(lambda rule: rule.secret)
+        return self.places(lambda rule: rule.secret)
 
-    def _places(self, is_wanted: Callable[[Rule], bool]) -> list[str]:
+    def places(self, is_wanted: Callable[[Rule], bool]) -> list[str]:
+        """The paths that such rules name."""
         found = [path for path, rule in self._folders.items() if is_wanted(rule)]
         at_home = {home + path[1:] for path in found if path.startswith("~") for home in self._homes}
         return sorted(at_home | {path for path in found if not path.startswith("~")})

@@ -17,6 +17,7 @@ from bootseer.env.capturing.exclude import Exclusions, Kind, Rule
 from bootseer.env.changes import Action, Change
 from bootseer.env.document import LeftOutPath
 from bootseer.env.restoring.roots import is_system, may_be_edited
+from bootseer.env.restoring.safe_tree import is_opaque
 from bootseer.errors import PermanentError
 from bootseer.logs import logger
 
@@ -31,7 +32,6 @@ _KINDS: Mapping[int, Kind] = {
     stat.S_IFBLK: "device",
 }
 _MARKS = ("trusted.overlay.", "user.overlay.")
-_OPAQUE = ("trusted.overlay.opaque", "user.overlay.opaque")
 _PATHS_KEPT = 20
 """For each rule."""
 _log = logger(__name__)
@@ -52,17 +52,14 @@ class PathState:
     def size(self) -> int:
         return self.status.st_size
 
-    def xattrs(self, *, marks: bool = False) -> dict[str, bytes]:
-        """Its extended attributes; those of overlayfs if `marks`, else all others."""
+    def xattrs(self) -> dict[str, bytes]:
+        """Its extended attributes, without those of overlayfs."""
         try:
             names = os.listxattr(self.path, follow_symlinks=False)
         except OSError:  # the file system has none
             return {}
-        return {
-            name: os.getxattr(self.path, name, follow_symlinks=False)
-            for name in names
-            if name.startswith(_MARKS) is marks
-        }
+        names = [name for name in names if not name.startswith(_MARKS)]
+        return {name: os.getxattr(self.path, name, follow_symlinks=False) for name in names}
 
 
 def state_at(folder: str, name: str) -> PathState | None:
@@ -253,9 +250,9 @@ class Walk:
             return
         was_folder = below is not None and below.kind == "directory"
         # The kernel marks new folders as opaque, too; that matters only for a folder that replaced one.
-        opaque = was_folder and (folder.hidden or _is_opaque(here))
+        opaque = was_folder and (folder.hidden or is_opaque(upper))
         if below is None or not was_folder or opaque or metadata_differs(here, below):
-            change = Change(path, action, upper, opaque=opaque or (unknown and _is_opaque(here)))
+            change = Change(path, action, upper, opaque=opaque or (unknown and is_opaque(upper)))
             self._add(change, below, secret=secret)
         lower = below.path if below is not None and was_folder else None if unknown else ""
         yield _Folder(path, upper, lower, opaque, secret)
@@ -304,8 +301,3 @@ class Walk:
 def join(folder: str, name: str) -> str:
     """`os.path.join` for a plain name, several times as fast."""
     return f"{folder}{name}" if folder.endswith("/") else f"{folder}/{name}"
-
-
-def _is_opaque(found: PathState) -> bool:
-    marks = found.xattrs(marks=True)
-    return any(marks.get(name) == b"y" for name in _OPAQUE)

@@ -17,7 +17,6 @@ from bootseer.errors import PermanentError
 from bootseer.machine import child
 from bootseer.machine.child import Outcome
 
-CANNOT_START = 127
 _MAX_OUTPUT = 1 << 20
 
 

@@ -19,6 +19,7 @@ from msgspec import Struct
 
 from bootseer.artifact.progress import Say
 from bootseer.env.restoring.private_layer import MountPoints, PrivateFolder
+from bootseer.env.restoring.safe_tree import is_opaque
 from bootseer.errors import BootseerError, PermanentError
 from bootseer.fuse.syscalls import number_of
 from bootseer.mounts import kernel
@@ -29,7 +30,6 @@ from bootseer.mounts.user_namespace import is_host
 
 SourceOf = Callable[[str], Path]
 _MEMORY = "memory"
-_OPAQUE = ("trusted.overlay.opaque", "user.overlay.opaque")
 _MACHINE_FILES = ("/etc/resolv.conf", "/etc/hosts", "/etc/hostname")
 """Files that belong to the machine, whose own versions are shown in a root."""
 _RESTRICTIONS = os.ST_NOSUID | os.ST_NODEV | os.ST_NOEXEC
@@ -143,7 +143,7 @@ class _MountBuilder(Struct, frozen=True):
             raise PermanentError(f"{place}: the snapshot has no such folder")
         upper, work = self.folder.folders(place)
         copy_attributes(layer, upper)
-        lowers = [layer] if is_placeholder or _is_opaque(layer) else [real, layer]
+        lowers = [layer] if is_placeholder or is_opaque(str(layer)) else [real, layer]
         restrictions = os.statvfs(real).f_flag & _RESTRICTIONS
         notes = overlay_in_place(real, lowers, upper=upper, work=work, userxattr=self.userxattr)
         if restrictions:
@@ -153,12 +153,3 @@ class _MountBuilder(Struct, frozen=True):
 
 def _is_folder(path: Path) -> bool:
     return os.path.isdir(path) and not path.is_symlink()  # noqa: PTH112 - no error without permission
-
-
-def _is_opaque(layer: Path) -> bool:
-    """Whether the setup replaced the folder by a new one."""
-    for name in _OPAQUE:
-        with contextlib.suppress(OSError):
-            if os.getxattr(layer, name) == b"y":
-                return True
-    return False

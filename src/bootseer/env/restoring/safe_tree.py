@@ -11,8 +11,22 @@ from collections.abc import Iterator
 
 from bootseer.env.restoring.roots import Environment
 
+OPAQUE = ("trusted.overlay.opaque", "user.overlay.opaque")
+"""Marks of overlayfs for root's mounts, and for those in a user namespace: nothing of the folder below is shown."""
 _PYTHON = re.compile(r"python3\.\d+t?")
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def is_opaque(folder: str | bytes) -> bool:
+    """Whether a folder in a layer replaces the one below. Raises `OSError` if that cannot be known."""
+    for name in OPAQUE:
+        try:
+            if os.getxattr(folder, name, follow_symlinks=False) == b"y":
+                return True
+        except OSError as error:
+            if error.errno not in (errno.ENODATA, errno.ENOTSUP):
+                raise
+    return False
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
+from bootseer.env.restoring.safe_tree import is_opaque
 from bootseer.env.snapshot.contents import digest_of_file, xattrs_of
 from bootseer.env.snapshot.manifest import KINDS, Entry, path_bytes
 from bootseer.errors import PermanentError
@@ -19,7 +20,6 @@ from bootseer.errors import PermanentError
 Tier = Literal["quick", "full"]
 MAX_DIFFERENCES = 1000
 _SHOWN_EVERY = 128
-_MARK = b"trusted.overlay.opaque"
 
 
 class Difference(NamedTuple):
@@ -155,10 +155,8 @@ class _Comparison(NamedTuple):
             first = os.lstat(self.tree + path_bytes(entry.link))
             if (first.st_dev, first.st_ino) != (status.st_dev, status.st_ino):
                 yield f"no hard link to {entry.link}"
-        if stat.S_ISDIR(status.st_mode):
-            marks = {os.fsencode(name) for name in os.listxattr(path, follow_symlinks=False)}
-            if (b"user.overlay.opaque" in marks or _MARK in marks) != entry.opaque:
-                yield "shows what lies below" if entry.opaque else "hides what lies below"
+        if stat.S_ISDIR(status.st_mode) and is_opaque(path) != entry.opaque:
+            yield "shows what lies below" if entry.opaque else "hides what lies below"
 
 
 def _digest(path: bytes) -> str:

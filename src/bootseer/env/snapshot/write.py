@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import stat
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -25,6 +25,7 @@ from bootseer.blocks.writer import BlockWriter
 from bootseer.env.capturing.exclude import Kind as PathKind
 from bootseer.env.changes import Change
 from bootseer.env.restoring.roots import is_checked
+from bootseer.env.restoring.safe_tree import OPAQUE
 from bootseer.env.snapshot.bytecode import Source, Times, settle_header
 from bootseer.env.snapshot.contents import (
     Item,
@@ -45,10 +46,6 @@ from bootseer.io.retry import retrying
 from bootseer.logs import logger
 from bootseer.store.store import Store, Stored
 from bootseer.units import format_bytes
-
-# Root's mounts use the first, mounts in a user namespace (`userxattr`) the second; each ignores the other.
-_OPAQUE_XATTRS: Mapping[bytes, bytes] = {b"trusted.overlay.opaque": b"y", b"user.overlay.opaque": b"y"}
-
 
 _MANIFEST_DEADLINE_S = 300.0
 
@@ -263,7 +260,7 @@ class _SnapshotWriter:
         entry = item.entry
         xattrs = {os.fsencode(name): value for name, value in entry.xattrs.items()}
         if entry.opaque:
-            xattrs |= _OPAQUE_XATTRS
+            xattrs |= dict.fromkeys(map(os.fsencode, OPAQUE), b"y")
         mtime_ns = self._times.shown_ns(item.raw, item.mtime_ns)
         attributes = Attributes(item.mode, entry.uid, entry.gid, mtime_ns, xattrs=xattrs)
         target = os.fsencode(entry.target)

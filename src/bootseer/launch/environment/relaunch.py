@@ -33,7 +33,7 @@ from bootseer.launch.supervise import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, 
 from bootseer.mounts.process import die_with
 from bootseer.trace.event import BEGIN, END, OK
 
-STAGE = "daemon"
+STAGE = "environment_setup.daemon"
 _POLL_S = 0.02
 _SETTLED_S = 0.1
 """A daemon without sockets and pid files counts as ready after running this long."""
@@ -58,20 +58,16 @@ def start_daemons(task: Task, daemons: Sequence[Daemon], enter: Callable[[], Non
     helper = start_background(work, name="bootseer-daemon", log=log)
     try:
         while not (reply := helper.next_message(2 * deadline_s)).get("ready"):
-            _emit_stage(task, daemons[reply["daemon"]], reply["began_s"], reply["ready_s"])
+            attrs = {"name": daemons[reply["daemon"]].name}
+            began_ns, ready_ns = (int(reply[name] * 1e9) for name in ("began_s", "ready_s"))  # of the monotonic clock
+            span = task.session.tracer.emit(STAGE, BEGIN, attrs=attrs, mono_ns=began_ns)
+            task.session.tracer.emit(STAGE, END, span=span, outcome=OK, attrs=attrs, mono_ns=ready_ns)
     except BaseException as error:
         helper.stop(END_S)
         if isinstance(error, BootseerError):
             raise EnvironmentUnavailable("daemons", f"{_NOT_ALL}: {error}") from error
         raise
     return helper
-
-
-def _emit_stage(task: Task, daemon: Daemon, began_s: float, ready_s: float) -> None:
-    """Emit the stage of one daemon; times are of the monotonic clock."""
-    tracer, name, attrs = task.session.tracer, f"environment_setup.{STAGE}", {"name": daemon.name}
-    span = tracer.emit(name, BEGIN, attrs=attrs, mono_ns=int(began_s * 1e9))
-    tracer.emit(name, END, span=span, outcome=OK, attrs=attrs, mono_ns=int(ready_s * 1e9))
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ from bootseer.env.document import Export
 from bootseer.env.installing import interpreter
 from bootseer.env.installing.bytecode_compile import by_interpreter, compile_command
 from bootseer.env.installing.choose import Command, Installation, choose
-from bootseer.env.installing.interpreter import CANNOT_START, Run, module_command, runner
+from bootseer.env.installing.interpreter import Run, module_command, runner
 from bootseer.env.installing.packages import Distribution, Installed, installed, new_distributions, new_packages
 from bootseer.env.installing.validate import conflicts, validate
 from bootseer.env.keys.lock import own_uv
@@ -32,7 +32,7 @@ from bootseer.launch.command import run_program
 from bootseer.launch.environment.plain import ScriptRun, groups_of, prepare_script, script_command
 from bootseer.launch.environment.task import EnvironmentOptions, Task
 from bootseer.launch.interrupt import interruptible
-from bootseer.launch.supervise import ENDING, say
+from bootseer.launch.supervise import ENDING, NOT_FOUND, say
 from bootseer.logs import logger
 from bootseer.machine.child import Outcome
 from bootseer.units import listed
@@ -202,7 +202,7 @@ class SetupRun:
     def _requirements(self, done: SetupResult) -> SetupResult:
         if done.python is None:
             say(f"there is no working Python in {self._host.where}")
-            return replace(done, code=CANNOT_START, what=", ".join(self._task.requirements))
+            return replace(done, code=NOT_FOUND, what=", ".join(self._task.requirements))
         for kind, files in groups_of(self._task.requirements):
             done = self._install(done, done.python, kind, files)
             if done.code:
@@ -214,7 +214,7 @@ class SetupRun:
     def _install(self, done: SetupResult, python: Interpreter, kind: FileKind, files: Sequence[str]) -> SetupResult:
         label = ", ".join(files)
         way = self._choose_installer(python, kind, files)
-        code, more = CANNOT_START, self._host.installer_env
+        code, more = NOT_FOUND, self._host.installer_env
         for number, command in enumerate(way.commands):
             if number:
                 say(f"{way.commands[number - 1].installer} failed (exit code {code}); {command.installer} tries")
