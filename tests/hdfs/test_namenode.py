@@ -260,6 +260,11 @@ def test_a_missing_or_hung_namenode_is_skipped(peer: FakeNameNode) -> None:
         namenode.close()
 
 
+def test_a_hung_namenode_leaves_time_for_the_next_one_when_a_request_has_little(peer: FakeNameNode) -> None:
+    with FakeNameNode("silent") as hung, closing(asked(hung.port, peer.port, call_timeout_s=LONG_S)) as namenode:
+        assert namenode.locate("/f", timeout_s=3.0).size_bytes == MIB
+
+
 def test_requests_that_wait_for_their_turn_skip_a_namenode_that_has_hung_meanwhile(peer: FakeNameNode) -> None:
     with FakeNameNode("silent") as hung, closing(asked(hung.port, peer.port, call_timeout_s=1.0)) as namenode:
         with ThreadPoolExecutor(48) as threads:

@@ -294,7 +294,8 @@ class NameNode:
 
     def _left_s(self, until: float) -> float:
         # With several NameNodes, a hung one must leave time for the others.
-        return min(max(until - time.monotonic(), 0.001), self._call_timeout_s)
+        left_s = (until - time.monotonic()) / min(len(self.cluster.namenodes), 2)
+        return min(max(left_s, 0.001), self._call_timeout_s)
 
     def _give(self, number: int, connection: RpcConnection) -> None:
         self._idle.give(number, connection)
