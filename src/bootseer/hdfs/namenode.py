@@ -52,6 +52,8 @@ _PAUSE_S: Final = 0.2
 _MAX_PAUSE_S: Final = 2.0
 _FIRST_S: Final = 0.5
 """How long after its creation a client retries addresses at which no NameNode has ever answered."""
+_NEW_S: Final = 2.0
+"""The first attempt of a client at each of several NameNodes, until one has answered."""
 _RETRIED_KINDS = frozenset(
     {
         "StandbyException",
@@ -156,7 +158,7 @@ class NameNode:
                     raise self._problem(path, failed)
                 try:
                     number = self._active  # chosen after the wait, which may have been for requests to a hung one
-                    answer = self._ask_one(number, method, request, call, until)
+                    answer = self._ask_one(number, method, request, call, self._attempt_until(until, number in failed))
                 except (RemoteError, TransientError, AccessError) as error:
                     if isinstance(error, RemoteError):
                         self._has_answered = True
@@ -215,7 +217,7 @@ class NameNode:
             try:
                 return self._ask_over(idle, number, method, request, call, until)
             except TransientError as error:
-                if isinstance(error.__cause__, TimeoutError | BlockingIOError) and len(self.cluster.namenodes) > 1:
+                if isinstance(error.__cause__, TimeoutError | BlockingIOError):
                     raise
         return self._ask_over(self._connect(number, until), number, method, request, call, until)
 
@@ -293,9 +295,15 @@ class NameNode:
         self._knows_encryption = True
 
     def _left_s(self, until: float) -> float:
-        # With several NameNodes, a hung one must leave time for the others.
-        left_s = (until - time.monotonic()) / min(len(self.cluster.namenodes), 2)
-        return min(max(left_s, 0.001), self._call_timeout_s)
+        return max(until - time.monotonic(), 0.001)
+
+    def _attempt_until(self, until: float, is_repeated: bool) -> float:
+        now_s = time.monotonic()
+        if len(self.cluster.namenodes) == 1:
+            return min(until, now_s + self._call_timeout_s)
+        # A hung one must leave time for the others. A start has several processes, and none knows which one hangs.
+        most_s = self._call_timeout_s if self._has_answered or is_repeated else _NEW_S
+        return now_s + min((until - now_s) / 2, most_s)
 
     def _give(self, number: int, connection: RpcConnection) -> None:
         self._idle.give(number, connection)
