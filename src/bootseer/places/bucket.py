@@ -136,9 +136,10 @@ class Bucket:
         """After a request without an answer: until then calls fail at once, and the next one probes the server. None
         while the server answers."""
 
-    def call(self, name: str, call: Callable[[], T], timeout_s: float = CALL_S) -> T:
-        """The result of `call`, with a deadline and with its errors mapped; `name` is used in messages."""
-        with self.mapping(name):
+    def call(self, name: str, call: Callable[[], T], timeout_s: float = CALL_S, *, probe: bool = True) -> T:
+        """The result of `call`, with a deadline and with its errors mapped; `name` is used in messages. `probe=False`
+        for what continues an upload, which is not given up while the server is silent for others."""
+        with self.mapping(name, probe=probe):
             return within(timeout_s, f"{self.uri}: {name}", call)
 
     def retry(self, name: str, call: Callable[[], T], timeout_s: float = CALL_S) -> T:
@@ -281,11 +282,12 @@ class Bucket:
             )
 
     @contextlib.contextmanager
-    def mapping(self, name: str) -> Iterator[None]:
+    def mapping(self, name: str, *, probe: bool = True) -> Iterator[None]:
         """Convert errors of obstore to BootSeer's. Fails in the child of a fork."""
         self.check_process()
         _Runtime.used = True
-        self._probe()
+        if probe:
+            self._probe()
         try:
             yield
             self._fails_until_s = None

@@ -52,11 +52,12 @@ class ObjectPart:
             del self._buffer[: self._part_bytes]
 
     def _send(self, piece: bytes) -> None:
-        if self._upload is None:
+        is_first = self._upload is None
+        if is_first:
             self._upload = obstore.open_writer(
                 self._bucket.writer, self.key, buffer_size=self._part_bytes, max_concurrency=PARTS_AT_ONCE
             )
-        self._bucket.call(self.path, partial(self._upload.write, piece), WRITE_S)
+        self._bucket.call(self.path, partial(self._upload.write, piece), WRITE_S, probe=is_first)
 
     def close(self) -> tuple[str, ...]:
         data = bytes(self._buffer)
@@ -65,7 +66,7 @@ class ObjectPart:
             self._bucket.call(self.path, put, WRITE_S)
         else:
             self._send(data)
-            self._bucket.call(self.path, self._upload.close, WRITE_S)
+            self._bucket.call(self.path, self._upload.close, WRITE_S, probe=False)
         self._ended = True
         return ()
 
@@ -76,7 +77,7 @@ class ObjectPart:
         if self._upload is not None:
             end = partial(self._upload.__exit__, TransientError, TransientError("aborted"), None)  # removes its parts
             with suppress(BootseerError):
-                self._bucket.call(self.path, end, CALL_S)
+                self._bucket.call(self.path, end, CALL_S, probe=False)
 
 
 _TIMEOUT_S: Final = 10
