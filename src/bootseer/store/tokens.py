@@ -59,7 +59,11 @@ def _of_docker(host: str, repository: str) -> Credentials | None:
     # `Path.home` raises for a user without a name or a home; such a user has no logins.
     folder = os.environ.get("DOCKER_CONFIG") or os.path.expanduser("~/.docker")  # noqa: PTH111
     path = Path(folder) / "config.json"
-    config = _read(path)
+    try:
+        config = json.loads(_read(path) or "{}")
+    except ValueError as error:
+        raise AccessError(f"cannot read the logins in {path}: {error}") from error
+    config = config if isinstance(config, dict) else {}
     helper = _lookup(_table(config, "credHelpers"), host, repository) or config.get("credsStore")
     if isinstance(helper, str) and helper:
         found = _ask(helper, host)
@@ -75,15 +79,8 @@ def _of_enroot(host: str) -> Credentials | None:
         "enroot",
     )
     path = Path(folder) / ".credentials"
-    try:
-        with path.open(errors="surrogateescape") as file:
-            lines = file.read(_MAX_CONFIG_BYTES).splitlines()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        raise AccessError(f"cannot read the logins in {path}: {error}") from error
     names = {host, re.sub(r":\d+$", "", host)}  # enroot omits the port
-    for match in filter(None, map(_NETRC.fullmatch, lines)):
+    for match in filter(None, map(_NETRC.fullmatch, _read(path).splitlines())):
         if match[1] in names:
             password = match[3].strip()
             if password.startswith("$"):  # enroot would have a shell evaluate it
@@ -92,16 +89,15 @@ def _of_enroot(host: str) -> Credentials | None:
     return None
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> str:
+    """The beginning of a file; empty if it is missing."""
     try:
-        with path.open("rb") as file:
-            data = file.read(_MAX_CONFIG_BYTES)
-        config = json.loads(data)
+        with path.open(errors="surrogateescape") as file:
+            return file.read(_MAX_CONFIG_BYTES)
     except (FileNotFoundError, NotADirectoryError):
-        return {}
-    except (OSError, ValueError) as error:
+        return ""
+    except OSError as error:
         raise AccessError(f"cannot read the logins in {path}: {error}") from error
-    return config if isinstance(config, dict) else {}
 
 
 def _table(config: dict[str, Any], key: str) -> dict[str, Any]:

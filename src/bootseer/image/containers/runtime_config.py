@@ -210,13 +210,8 @@ def _mount(mount: Mapping[str, Any], num_owners: int) -> dict[str, Any]:
     if more is not None:
         place = mount["destination"]
         return {"destination": place, "type": "bind", "source": place, "options": ["rbind", "rprivate", *more]}
-    options = [word for word in mount["options"] if not _names_missing_group(word, num_owners)]
+    options = [word for word in mount["options"] if not (word.startswith("gid=") and int(word[4:]) >= num_owners)]
     if mount["type"] == "bind":
         # Devices are bound one by one and must work, so `nodev` is dropped; `nosuid` has no effect here.
         options = [word for word in options if word not in ("nosuid", "nodev")]
     return {**mount, "options": options}
-
-
-def _names_missing_group(option: str, num_owners: int) -> bool:
-    name, _, number = option.partition("=")
-    return name == "gid" and int(number) >= num_owners

@@ -146,6 +146,7 @@ class _Conversion:
         self._tree = LayerTree(writer, lower=None if job.lower else MergedLayers([]))
         self._limits = job.options.limits
         self._unpacked_limit = self._limits.unpacked_bytes or max(_BOMB_FLOOR, _BOMB_RATIO * job.layer.size_bytes)
+        self._too_large = f"larger than {format_bytes(self._unpacked_limit)} unpacked"
         self._queued: deque[tuple[Member, Extent]] = deque()
         self._text_bytes = 0
         self._current = b""  # name of the member being converted, for messages
@@ -169,12 +170,12 @@ class _Conversion:
         for number, member in enumerate(reader):
             self._current = member.name
             if number >= self._limits.members:
-                raise self._too_many()
+                raise _above("members", self._limits.members, f"more than {self._limits.members} files")
             self._count_text(member)
             extent = Extent(0, 0)
             if self._tree.keeps_content(member):
                 if self._writer.position + member.size > self._unpacked_limit:
-                    raise self._too_large()
+                    raise _above("unpacked_bytes", self._unpacked_limit, self._too_large)
                 extent = self._writer.write_file(reader.content())
             if self._queued:
                 self._queued.append((member, extent))
@@ -196,18 +197,15 @@ class _Conversion:
     def _add(self, member: Member, extent: Extent) -> None:
         self._tree.add(member, extent)
         if len(self._writer.tree) > self._limits.members:  # counts parent directories without an entry, too
-            raise self._too_many()
+            raise _above("members", self._limits.members, f"more than {self._limits.members} files")
 
     def _count_text(self, member: Member) -> None:
         self._text_bytes += len(member.name) + len(member.link)
         if member.xattrs:
             self._text_bytes += sum(map(len, (*member.xattrs, *member.xattrs.values())))
         if self._text_bytes > self._limits.text_bytes:
-            limit = format_bytes(self._limits.text_bytes)
-            raise PermanentError(
-                f"names, links and attributes exceed {limit};"
-                f" to allow more: --layer-limit text_bytes={2 * self._limits.text_bytes}"
-            )
+            limit = self._limits.text_bytes
+            raise _above("text_bytes", limit, f"names, links and attributes exceed {format_bytes(limit)}")
 
     def _checked(self, pieces: Iterator[bytes], diff_id: str) -> Iterator[bytes]:
         """Pass the tar stream on, with its headers and the bytes after the archive's end: limit it, and raise
@@ -220,18 +218,12 @@ class _Conversion:
         for piece in pieces:
             total += len(piece)
             if total > self._unpacked_limit:
-                raise self._too_large()
+                raise _above("unpacked_bytes", self._unpacked_limit, self._too_large)
             digest.update(piece)
             yield piece
         if "sha256:" + digest.hexdigest() != diff_id:
             raise CorruptError(f"the uncompressed bytes do not match {diff_id}")
 
-    def _too_many(self) -> PermanentError:
-        most = self._limits.members
-        return PermanentError(f"more than {most} files; to allow more: --layer-limit members={2 * most}")
 
-    def _too_large(self) -> PermanentError:
-        limit = self._unpacked_limit
-        return PermanentError(
-            f"larger than {format_bytes(limit)} unpacked; to allow more: --layer-limit unpacked_bytes={2 * limit}"
-        )
+def _above(name: str, limit: int, reason: str) -> PermanentError:
+    return PermanentError(f"{reason}; to allow more: --layer-limit {name}={2 * limit}")
