@@ -60,7 +60,7 @@ def runtime_config(process: Process, root: Path, binds: Sequence[Bind], edits: E
     capabilities = capabilities_of(limits)
     nodes = [_node(node) for node in edits.nodes]
     env = {**process.env, **dict(word.split("=", 1) for word in edits.env)}
-    own = [*map(_tmpfs, limits.tmpfs), *map(_bind, binds)]
+    own = [_mount_on(place, "tmpfs", "tmpfs", [*words]) for place, words in limits.tmpfs] + [*map(_bind, binds)]
     # Parents first: a mount on /a after one on /a/b would hide it.
     own.sort(key=lambda mount: mount["destination"].rstrip("/").count("/"))
     return {
@@ -105,21 +105,18 @@ def _system_mounts(limits: Limits) -> list[dict[str, Any]]:
     ]
     if Path(_CGROUPS).is_dir():  # programs read their memory limit there
         mounts.append((_CGROUPS, "bind", _CGROUPS, ["rbind", "ro", "rro", "nosuid", "noexec", "nodev"]))
-    return [
-        {"destination": place, "type": kind, "source": source, "options": options}
-        for place, kind, source, options in mounts
-    ]
+    return [_mount_on(*mount) for mount in mounts]
 
 
-def _tmpfs(mount: tuple[str, tuple[str, ...]]) -> dict[str, Any]:
-    return {"destination": mount[0], "type": "tmpfs", "source": "tmpfs", "options": list(mount[1])}
+def _mount_on(place: str, kind: str, source: str, options: list[str]) -> dict[str, Any]:
+    return {"destination": place, "type": kind, "source": source, "options": options}
 
 
 def _bind(bind: Bind) -> dict[str, Any]:
     # `rro` makes submounts read-only too, where the runtime supports it. crun 1.8 fails with it for a file.
     read_only = ["ro", "rro"] if Path(bind.source).is_dir() else ["ro"]
     options = ["rbind", "rprivate", "nosuid", "nodev", *(read_only if bind.read_only else ["rw"])]
-    return {"destination": bind.target, "type": "bind", "source": bind.source, "options": options}
+    return _mount_on(bind.target, "bind", bind.source, options)
 
 
 def _device_mount(mount: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,7 +126,7 @@ def _device_mount(mount: Mapping[str, Any]) -> dict[str, Any]:
         raise UsageError("a CDI file has a mount without hostPath or containerPath", hint="generate the file again")
     if not {"bind", "rbind"}.intersection(options):
         options.append("rbind")
-    return {"destination": target, "type": "bind", "source": source, "options": options}
+    return _mount_on(target, "bind", source, options)
 
 
 def _node(node: Mapping[str, Any]) -> dict[str, Any]:
@@ -209,7 +206,7 @@ def _mount(mount: Mapping[str, Any], num_owners: int) -> dict[str, Any]:
     more = _FROM_HOST.get(mount["type"])
     if more is not None:
         place = mount["destination"]
-        return {"destination": place, "type": "bind", "source": place, "options": ["rbind", "rprivate", *more]}
+        return _mount_on(place, "bind", place, ["rbind", "rprivate", *more])
     options = [word for word in mount["options"] if not (word.startswith("gid=") and int(word[4:]) >= num_owners)]
     if mount["type"] == "bind":
         # Devices are bound one by one and must work, so `nodev` is dropped; `nosuid` has no effect here.
