@@ -264,8 +264,9 @@ def test_an_invalid_passed_socket_is_an_error_in_one_line(tmp_path: Path, number
 
 
 def test_a_folder_of_others_is_refused_with_the_option_that_names_it(tmp_path: Path) -> None:
-    for option, folder in (("--root", tmp_path / "root"), ("--socket", tmp_path / "sockets")):
-        folder.mkdir()
+    for name in ("root", "root/images", "root/l", "root/snapshots", "sockets"):
+        folder, option = tmp_path / name, "--socket" if name == "sockets" else "--root"
+        folder.mkdir(exist_ok=True)
         folder.chmod(0o777)
         place = tmp_path / "sockets" / "s.sock"
         done = bootseer("snapshotter", "--root", str(tmp_path / "root"), "--socket", str(place))

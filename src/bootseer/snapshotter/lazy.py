@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,7 +33,6 @@ import msgspec
 
 from bootseer.artifact.document import readable
 from bootseer.artifact.loading import Loading
-from bootseer.artifact.places import own_folder
 from bootseer.artifact.signatures import Signatures
 from bootseer.errors import BootseerError, PermanentError, TransientError, UsageError
 from bootseer.image.document import ImageDocument
@@ -44,6 +44,7 @@ from bootseer.image.sources.manifest import read_diff_ids
 from bootseer.io import locks
 from bootseer.io.files import replace_file
 from bootseer.io.tasks import Tasks
+from bootseer.io.trusted_folder import own_folder
 from bootseer.logs import logger
 from bootseer.mounts import kernel
 from bootseer.mounts.daemon import Daemon
@@ -61,6 +62,7 @@ _MOUNT_S = 120.0
 _LOCK_S = 2 * _MOUNT_S
 _LINK_DIGITS = 20
 _FINDERS = 32
+root_folder = partial(own_folder, otherwise="name another folder with --root")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +95,8 @@ class LazyImages:
     """The converted images that containerd has on this node. Safe for any thread."""
 
     def __init__(self, root: Path, settings: Settings) -> None:
-        self._folder = own_folder(own_folder(root) / "images")
-        self._links = own_folder(root / "l")
+        self._folder = root_folder(root / "images")
+        self._links = root_folder(root / "l")
         self._settings = settings
         self._runtime = Runtime(Path(settings.runtime))
         self._lock = threading.Lock()

@@ -32,7 +32,7 @@ from bootseer.io.locks import claim
 from bootseer.io.tasks import Tasks
 from bootseer.logs import logger
 from bootseer.machine.check import Check
-from bootseer.snapshotter.lazy import LazyImages, Settings
+from bootseer.snapshotter.lazy import LazyImages, Settings, root_folder
 from bootseer.snapshotter.records import ACTIVE, VIEW, ExistsError, Record, RefusedError, matching
 from bootseer.snapshotter.snapshots import Mount, Snapshots
 
@@ -66,7 +66,7 @@ def run_snapshotter(root: Path, socket: Path, settings: Settings, stop: threadin
         socket = root / "grpc.sock"
     if len(os.fsencode(socket)) > _MAX_SOCKET:
         raise UsageError(f"{socket}: too long for a socket", hint=f"at most {_MAX_SOCKET} bytes")
-    own_folder(root, otherwise="name another folder with --root")
+    root_folder(root)
     lock = claim(root / "lock", f"another snapshotter serves {root}", "name another folder with --root")
     snapshots = Snapshots(root, LazyImages(root, settings))
     own_folder(socket.parent, otherwise="name another socket with --socket")

@@ -17,10 +17,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from bootseer.artifact.places import own_folder
 from bootseer.errors import BootseerError, PermanentError
 from bootseer.logs import logger
-from bootseer.snapshotter.lazy import LazyImages
+from bootseer.snapshotter.lazy import LazyImages, root_folder
 from bootseer.snapshotter.records import ACTIVE, COMMITTED, VIEW, ExistsError, Record, Records, RefusedError
 
 _LOG = logger(__name__)
@@ -42,7 +41,7 @@ class Snapshots:
 
     def __init__(self, root: Path, images: LazyImages) -> None:
         """Open the folder. Raises `PermanentError` if it cannot be used."""
-        self._folder = own_folder(own_folder(root) / "snapshots")
+        self._folder = root_folder(root / "snapshots")
         self.records = Records(root / "state.db")
         self._images = images
         index = Path("/sys/module/overlay/parameters/index")
