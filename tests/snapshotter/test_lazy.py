@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -75,6 +76,18 @@ def have_images(
     return document, LazyImages(folder / "root", Settings(*places, loading="lazy")), labels
 
 
+def pull(snapshots: Snapshots, document: ImageDocument, labels: dict[str, str]) -> str:
+    """Ask for the layers that are not there, like containerd; returns the chain id of the last one."""
+    chain = ""
+    for each in document.layers:
+        above = hashlib.sha256(f"{chain} {each.diff_id}".encode()).hexdigest()
+        parent, chain = chain, f"sha256:{above}" if chain else each.diff_id
+        if snapshots.records.find(chain) is None:
+            with pytest.raises(ExistsError, match="provided by"):
+                snapshots.prepare(f"extract {chain}", parent, {**labels, "containerd.io/snapshot.ref": chain})
+    return chain
+
+
 def test_a_container_reads_on_when_its_image_was_unmounted_and_is_mounted_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,18 +110,39 @@ def test_a_container_reads_on_when_its_image_was_unmounted_and_is_mounted_again(
         unmount_below(tmp_path)
 
 
+def test_an_image_is_unmounted_though_another_one_has_its_first_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one did not ask for that layer, since containerd had it from the first one, which stayed mounted: what
+    kubelet's garbage collection removed freed no space."""
+    shared, *own = (layer(directory("."), file(name, name.encode())) for name in ("shared", "one", "two"))
+    found = [have_images(tmp_path / name, [shared, each], monkeypatch) for name, each in zip("ab", own, strict=True)]
+    store = tmp_path / "a/store"
+    shutil.copytree(tmp_path / "b/store", store, dirs_exist_ok=True)
+    snapshots = Snapshots(tmp_path / "root", found[0][1])
+    mounts = tmp_path / "a/root/images"
+    try:
+        tops = [pull(snapshots, document, labels) for document, _, labels in found]
+        snapshots.prepare("container", tops[1], {})
+        snapshots.remove(tops[0])
+        assert [path.stem for path in mounts.glob("*.json")] == [found[1][0].digest.removeprefix("sha256:")]
+        (mount,) = snapshots.prepare("of the shared layer", found[0][0].layers[0].diff_id, {})
+        lowers = mount.options[-1].removeprefix("lowerdir=").split(":")
+        assert [path.name for lower in lowers for path in Path(lower).iterdir()] == ["shared"]
+        for key in ("of the shared layer", "container", tops[1], found[0][0].layers[0].diff_id):
+            snapshots.remove(key)
+        assert not list(mounts.iterdir())
+    finally:
+        unmount_below(tmp_path)
+
+
 def test_containerd_can_mount_an_image_of_many_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It passes all paths in one page, relative to their common folder as working directory."""
     layers = [layer(directory("."), file(f"file-{number:03}", b"%d" % number)) for number in range(70)]
     document, images, labels = have_images(tmp_path, layers, monkeypatch)
     snapshots = Snapshots(tmp_path / "root", images)
-    chain = ""
     try:
-        for each in document.layers:
-            above = hashlib.sha256(f"{chain} {each.diff_id}".encode()).hexdigest()
-            parent, chain = chain, f"sha256:{above}" if chain else each.diff_id
-            with pytest.raises(ExistsError, match="provided by"):
-                snapshots.prepare(f"extract {chain}", parent, {**labels, "containerd.io/snapshot.ref": chain})
+        chain = pull(snapshots, document, labels)
         (mount,) = snapshots.prepare("container", chain, {})
         *others, lower = mount.options
         names = lower.removeprefix("lowerdir=").split(":")

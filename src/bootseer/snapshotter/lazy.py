@@ -149,11 +149,7 @@ class LazyImages:
     def lowers(self, name: str) -> list[Path]:
         """Links to the mounted layers, the uppermost first; mounts them if necessary. Raises `BootseerError`."""
         digest, _, depth = name.partition("-")
-        path = self._folder / f"{digest}.json"
-        try:
-            known = msgspec.json.decode(path.read_bytes(), type=_KnownImage)
-        except (OSError, msgspec.MsgspecError) as error:
-            raise PermanentError(f"{path}: {error}; remove the image and pull it again") from error
+        known = self._load(digest)
         with self._mount_turn(digest):
             state = self._mounted(digest)
             if state is None:
@@ -170,6 +166,11 @@ class LazyImages:
                 self._link(digest, known.identities.index(identity), self._point(state, identity, mounted))
                 for identity in dict.fromkeys(reversed(known.identities[: int(depth)]))
             ]
+
+    def same_layer(self, name: str, chain: str) -> str:
+        """The layer of this chain id in the image of another layer."""
+        digest = name.partition("-")[0]
+        return f"{digest}-{self._load(digest).chains[chain]}"
 
     def begin(self, name: str) -> None:
         """A container of the image is created: schedule the end of its start's record."""
@@ -279,6 +280,13 @@ class LazyImages:
         found.store.close()
         identities, chains = [layer.file.identity for layer in found.document.layers], _chains(found.document)
         return _KnownImage(digest, uri, identities, chains) if chains else None
+
+    def _load(self, digest: str) -> _KnownImage:
+        path = self._folder / f"{digest}.json"
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=_KnownImage)
+        except (OSError, msgspec.MsgspecError) as error:
+            raise PermanentError(f"{path}: {error}; remove the image and pull it again") from error
 
     def _mount(self, known: _KnownImage) -> None:
         target = self._folder / known.digest.removeprefix("sha256:")

@@ -188,6 +188,18 @@ class Records:
             self._db.execute("DELETE FROM snapshots WHERE id=?", (found.id,))
             return found
 
+    def hand_over(self, digest: str, same_layer: Callable[[str, str], str]) -> None:
+        """Let other converted images provide the layers that they have in common with this one, which can then be
+        unmounted. `same_layer` finds a layer by its chain id in the image of the layer above it."""
+        with self.change():
+            for record in reversed(self.all()):
+                if record.image.startswith(digest):
+                    above = self._select("WHERE parent = ?", record.key)
+                    if not above or not all(other.image for other in above):
+                        return
+                    layer = same_layer(above[0].image, record.key)
+                    self._db.execute("UPDATE snapshots SET image=? WHERE id=?", (layer, record.id))
+
     def _select(self, where: str, *values: str) -> list[Record]:
         with self._lock:
             rows = self._db.execute(f"SELECT {_COLUMNS} FROM snapshots {where}", values).fetchall()  # noqa: S608

@@ -145,6 +145,7 @@ class Snapshots:
         """Remove a snapshot and its files; a converted image is unmounted with its last snapshot."""
         record = self.records.remove(key)
         if record.image:
+            self.records.hand_over(record.image.partition("-")[0], self._images.same_layer)
             self._images.release(record.image, self.records.images)
         else:
             _delete(self._folder / str(record.id))
