@@ -71,21 +71,16 @@ class ScanCapture(Capture):
                 if mark == earlier or euid not in (0, entry.status.st_uid):
                     continue
                 change = self._change(path, Action.MODIFIED if earlier is not None else Action.ADDED)
-                if not self._is_left_out(change, entry):
+                rule = self._exclusions.forbidding_rule(path, kind=entry.kind, size=entry.size)
+                if rule is None:
                     changes.append(change)
+                    continue
+                self.left_out.add(path, rule)
+                if rule.secret:
+                    self.left_out.withheld[path] = change
             gone = (self._change(join(folder, name), Action.DELETED) for name in was)
             changes += [change for change in gone if self._exclusions.forbidding_rule(change.path) is None]
         return sorted(changes, key=lambda change: change.path)
-
-    def _is_left_out(self, change: Change, entry: PathState) -> bool:
-        """Whether a rule leaves a change out; notes it."""
-        rule = self._exclusions.forbidding_rule(change.path, kind=entry.kind, size=entry.size)
-        if rule is None:
-            return False
-        self.left_out.add(change.path, rule)
-        if rule.secret:
-            self.left_out.withheld[change.path] = change
-        return True
 
     @staticmethod
     def _change(path: str, action: Action) -> Change:

@@ -222,8 +222,13 @@ class Walk:
             for entry in entries:
                 names.add(entry.name)
                 yield from self._entry(folder, entry.name, entry.stat(follow_symlinks=False))
-        if folder.hidden:
-            self._add_hidden_files(folder, names)
+        if not folder.hidden or folder.secret:
+            return
+        with os.scandir(folder.lower) as entries:  # what was in a folder that was replaced by a new one
+            for entry in entries:
+                if entry.name not in names:
+                    below = PathState(entry.path, entry.stat(follow_symlinks=False))
+                    self._add_deleted(join(folder.path, entry.name), below)
 
     def _entry(self, folder: _Folder, name: str, status: os.stat_result) -> Iterator[_Folder]:
         path, upper = join(folder.path, name), join(folder.upper, name)
@@ -269,17 +274,6 @@ class Walk:
         if inode is not None:
             self._changed_inodes.add(inode)
         self._add(change, below, secret=secret)
-
-    def _add_hidden_files(self, folder: _Folder, names: set[str]) -> None:
-        """Add deletions of what was in a folder that was replaced by a new one."""
-        if folder.secret:
-            return
-        with os.scandir(folder.lower) as entries:
-            for entry in entries:
-                if entry.name not in names:
-                    self._add_deleted(
-                        join(folder.path, entry.name), PathState(entry.path, entry.stat(follow_symlinks=False))
-                    )
 
     def _add_deleted(self, path: str, below: PathState) -> None:
         rule = self._exclusions.rule_for(path, kind=below.kind, size=below.size)

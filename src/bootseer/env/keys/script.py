@@ -310,7 +310,14 @@ class Reader:
         if wanted is not None and wanted.kind == "path":
             found = self._paths.existing(wanted.target)
             found = [path for path in found if path not in self._inputs.outputs or self._look.kind(path) == "folder"]
-            for path in self._projects(found) or found:
+            # Of the folders that a relative word may mean, those that something can be installed from.
+            look = self._look
+            projects = [
+                path
+                for path in found
+                if look.kind(path) == "file" or any(look.kind(f"{path}/{name}") for name in _BUILD_FILES)
+            ]
+            for path in projects or found:
                 asked.add(wanted._replace(target=path), self._look, ("/",), no_deps=no_deps)
             if not found and not self._inputs.outputs.intersection(self._paths.candidates(wanted.target)):
                 asked.add(wanted, self._look, (), no_deps=no_deps)
@@ -321,15 +328,6 @@ class Reader:
             asked.add(wanted, self._look, self._paths.bases, no_deps=no_deps)
             if wanted.kind == "vcs" and editable and "VIRTUAL_ENV" not in self._env:
                 self._depends_on_cwd("a checkout that is installed in place lies in it")
-
-    def _projects(self, paths: Sequence[str]) -> list[str]:
-        """Of the folders that a relative word may mean, those that something can be installed from; files are kept."""
-        look = self._look
-        return [
-            path
-            for path in paths
-            if look.kind(path) == "file" or any(look.kind(f"{path}/{name}") for name in _BUILD_FILES)
-        ]
 
     def _other(self, program: str, words: Sequence[str]) -> None:
         """Any other program: its words are candidates, its downloads are unpinned, its outputs are unknown."""

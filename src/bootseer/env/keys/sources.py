@@ -60,7 +60,9 @@ class Tree(NamedTuple):
 
 def read_tree(path: str, files: NodeFiles) -> Tree:
     """The digest of a folder. Raises `PermanentError` if it is too large or unreadable."""
-    built = _built_modules(path)
+    # Extension modules that setuptools has built in place, by way of this folder, in which others are only copies.
+    folders = glob.glob(f"{glob.escape(path)}/build/lib.*")  # noqa: PTH207 - strings
+    built = {name for folder in folders for name in glob.glob("**/*.*.so", root_dir=folder, recursive=True)}  # noqa: PTH207
     parts: list[str] = []
     lines: list[str] = []
     num_files = 0
@@ -134,12 +136,6 @@ def _is_built(folder: str, name: str) -> bool:
     """Whether an entry is a build result, judged by the name of its folder."""
     built = _BUILT.get(folder)
     return built is not None and built.fullmatch(name) is not None
-
-
-def _built_modules(path: str) -> set[str]:
-    """Extension modules that setuptools has built in place, by way of this folder, in which others are only copies."""
-    folders = glob.glob(f"{glob.escape(path)}/build/lib.*")  # noqa: PTH207 - strings
-    return {name for folder in folders for name in glob.glob("**/*.*.so", root_dir=folder, recursive=True)}  # noqa: PTH207
 
 
 def _version_control(path: str, files: NodeFiles) -> str:

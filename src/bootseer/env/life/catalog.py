@@ -132,13 +132,18 @@ class NodeCatalog:
         return found
 
     def keep(self, document: EnvironmentDocument, data: bytes) -> None:
-        """Keep a copy of a snapshot's document; `data` is the document as stored."""
+        """Keep a copy of a snapshot's document, and delete old ones; `data` is the document as stored."""
         if self._catalog.look(document.key).data == data:
             with contextlib.suppress(OSError):
                 os.utime(self._folder / document.name)
             return
         self._kept.keep(document.name, data)
-        self._prune()
+        # Those that were not used for long, documents and objects alike: an object that is needed again is fetched.
+        oldest_s = time.time() - MAX_UNUSED_S
+        for path in (*self._folder.glob("environments/*/document"), *self._folder.glob("sha256/*/*")):
+            with contextlib.suppress(OSError):
+                if path.stat().st_mtime < oldest_s:
+                    path.unlink()
 
     def forget(self, key: str) -> None:
         with contextlib.suppress(BootseerError):
@@ -147,12 +152,3 @@ class NodeCatalog:
     def object(self, stored: Stored, origin: Store) -> bytes:
         """A small content-addressed object (the manifest), as `LocalObjects.content`."""
         return self._kept.content(stored, origin, timeout_s=_OBJECT_S)
-
-    def _prune(self) -> None:
-        """Delete the copies that were not used for long, documents and objects alike: an object that is needed again
-        is fetched."""
-        oldest_s = time.time() - MAX_UNUSED_S
-        for path in (*self._folder.glob("environments/*/document"), *self._folder.glob("sha256/*/*")):
-            with contextlib.suppress(OSError):
-                if path.stat().st_mtime < oldest_s:
-                    path.unlink()

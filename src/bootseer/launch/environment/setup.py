@@ -185,7 +185,11 @@ class SetupRun:
             done = self._requirements(done)
         if not done.code:
             try:
-                done = self._record_new_packages(done)
+                after = self._installed(done.python)
+                new = new_distributions(done.before, after)
+                if done.python is not None:
+                    self.compile(done.python, new)
+                done = replace(done, packages=new_packages(done.before, after), new=new)
             except Exception as error:  # the setup itself has succeeded
                 unknown = f"its installed packages are not known: {type(error).__name__}: {error}"
                 done = replace(done, unknown=(unknown,))
@@ -254,13 +258,6 @@ class SetupRun:
         elif way.why_not_uv and way.why_not_uv != "there is no uv":
             say(f"installing with pip, not with uv: {way.why_not_uv}")
         return way
-
-    def _record_new_packages(self, done: SetupResult) -> SetupResult:
-        after = self._installed(done.python)
-        new = new_distributions(done.before, after)
-        if done.python is not None:
-            self.compile(done.python, new)
-        return replace(done, packages=new_packages(done.before, after), new=new)
 
     def compile(self, python: Interpreter, new: Sequence[Distribution]) -> None:
         """Compile bytecode of new distributions. Failures do not matter: Python compiles missing bytecode itself.
