@@ -153,17 +153,13 @@ class Materializer:
             for name in (RECORD, MERGED):
                 (self.folder / name).unlink(missing_ok=True)
 
-    def _register_with_peers(self) -> None:
-        """Offer all layers in this node's cache to the job's other nodes, also those that an earlier job fetched."""
-        peers = open_peers(self.say)
-        if peers is not None:
+    def _missing_and_plan(self, *, needs_daemon: bool = False) -> tuple[list[CachedFile], list[Block] | None]:
+        """The incomplete layers, and the hot blocks. Pulls everything if that is predicted to be faster."""
+        if (peers := open_peers(self.say)) is not None:
+            # Offer all layers in this node's cache to the job's other nodes, also those that an earlier job fetched.
             for layer in self.stack:
                 peers.file(layer.index, self.subject.store_uri, self.options.plain_http, self.cache.root)
             peers.close()
-
-    def _missing_and_plan(self, *, needs_daemon: bool = False) -> tuple[list[CachedFile], list[Block] | None]:
-        """The incomplete layers, and the hot blocks. Pulls everything if that is predicted to be faster."""
-        self._register_with_peers()
         self._verify_complete()
         missing = [layer for layer in self.stack if not layer.trusted]
         if not missing:

@@ -144,16 +144,11 @@ def _configure(context: int, command: int, key: bytes | None, value: bytes | Non
         raise failure(step, errno.ENAMETOOLONG)
     result = libc.syscall(ctypes.c_long(_FSCONFIG), context, command, ctypes.c_char_p(key), ctypes.c_char_p(value), 0)
     if result < 0:
-        number = ctypes.get_errno()
-        raise failure(step, number, _context_log(context))
-
-
-def _context_log(context: int) -> str:
-    words = []
-    with contextlib.suppress(OSError):  # ENODATA when all was read
-        while message := os.read(context, 1024):
-            words.append(message.decode("utf-8", "replace").partition(" ")[2].strip())
-    return "; ".join(words)
+        number, words = ctypes.get_errno(), []
+        with contextlib.suppress(OSError):  # ENODATA when all was read
+            while message := os.read(context, 1024):
+                words.append(message.decode("utf-8", "replace").partition(" ")[2].strip())
+        raise failure(step, number, "; ".join(words))
 
 
 class Mount(Struct, frozen=True):

@@ -106,7 +106,10 @@ class _Conversion:
                     self._results.append(pool.submit(self._run_layer, number))
                 # No deadline here: requests to registries and stores have deadlines, the rest is computation.
                 wait(self._results, return_when=FIRST_EXCEPTION)
-                self._raise_first_error()
+                for result in self._results:  # the lowest layer that failed by itself, not by cancellation
+                    error = result.exception() if result.done() and not result.cancelled() else None
+                    if error is not None and not isinstance(error, CancelledError):
+                        raise error
                 return [result.result() for result in self._results]
             except BaseException:
                 self._stop.set()
@@ -128,14 +131,6 @@ class _Conversion:
         with self._working:
             progress(0)
             return LayerJob(layer, self._store, self._options, where, below, lower, progress).run()
-
-    def _raise_first_error(self) -> None:
-        """Raise the error of the lowest layer that failed by itself, not by cancellation."""
-        for result in self._results:
-            if result.done() and not result.cancelled():
-                error = result.exception()
-                if error is not None and not isinstance(error, CancelledError):
-                    raise error
 
     def _lower(self, number: int) -> MergedLayers:
         """Wait for the layers below layer `number`; those below the uppermost opaque one are left out."""
