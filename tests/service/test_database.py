@@ -110,6 +110,17 @@ def test_a_copy_that_the_server_cannot_make_now_is_a_reason_to_try_again(databas
     database.close()
 
 
+def test_a_standby_that_is_still_read_only_is_a_reason_to_try_again(database_url: str) -> None:
+    database = Database.open(database_url)
+    if not database.is_postgres:
+        pytest.skip("SQLite has no standby")
+    for write in (database.ids, lambda *to: database.insert_all(*to[:2], [{"name": "install"}])):
+        with pytest.raises(TransientError, match=r"read-only transaction$"), database.write() as connection:
+            connection.execute(text("SET TRANSACTION READ ONLY"))
+            write(connection, schema.stage, ["install"])
+    database.close()
+
+
 def test_a_file_that_is_no_database_is_reported_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "derived.sqlite").write_bytes(b"\0" * 50 + b"no database" * 100)
     with pytest.raises(PermanentError, match=r"derived\.sqlite: file is not a database$"):
@@ -123,7 +134,7 @@ def test_a_user_without_the_right_to_create_tables_gets_a_clear_error(database_u
     with database.write() as connection:
         connection.execute(text("CREATE ROLE poor LOGIN"))
     database.close()
-    with pytest.raises(PermanentError, match=r"permission denied for schema public$"):
+    with pytest.raises(TransientError, match=r"permission denied for schema public$"):
         Database.open(make_url(database_url).set(username="poor").render_as_string(hide_password=False))
 
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 from sqlalchemy import Connection, Table, create_engine, event, insert, inspect, select, text
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError
+from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from bootseer.errors import PermanentError, TransientError, UsageError
@@ -24,6 +24,8 @@ from bootseer.store.addresses import shown, without_credentials
 _BUSY_S: Final = 20
 _ROWS: Final = 10_000
 _POOL: Final = 8
+_MAY_PASS: Final = ("25006", "42501")
+"""Codes of errors: a standby is read-only until it takes over, and missing rights are granted."""
 
 
 class Database:
@@ -54,8 +56,8 @@ class Database:
     def open(cls, url: str) -> Database:
         """The database with the current tables, created or migrated.
 
-        Raises `PermanentError` if it was created by another version, is damaged, or refuses this user, `TransientError`
-        if it cannot be reached.
+        Raises `PermanentError` if it was created by another version or is damaged, `TransientError` if it cannot be
+        reached or refuses this user.
         """
         database = cls(url)
         try:
@@ -119,19 +121,20 @@ class Database:
 
     @contextmanager
     def _with_database_errors(self) -> Iterator[None]:
-        """Map connection errors, and a lack of connections, to `TransientError`. Other errors are the caller's mistake
-        and are not mapped."""
+        """Map errors that may pass, as of connections, disks and rights, to `TransientError`. Other errors are the
+        caller's mistake and are not mapped."""
+        driver = self._engine.dialect.loaded_dbapi
         try:
             yield
-        except (OperationalError, self._engine.dialect.loaded_dbapi.OperationalError) as error:  # the second by COPY
-            driver = getattr(error, "orig", error)
-            raise TransientError(f"{self}: {str(driver).strip() or type(driver).__name__}") from error
         except PoolTimeoutError as error:
             raise TransientError(f"{self}: all connections are in use") from error
-        except DBAPIError as error:
-            if error.connection_invalidated:
-                raise TransientError(f"{self}: the connection was lost") from error
-            raise
+        except (DBAPIError, driver.Error) as error:
+            cause = getattr(error, "orig", error)  # COPY's are the driver's own
+            may_pass = isinstance(cause, driver.OperationalError) or getattr(cause, "sqlstate", "") in _MAY_PASS
+            if not may_pass and not getattr(error, "connection_invalidated", False):
+                raise
+            why = str(cause).strip().partition("\nLINE ")[0]  # without the statement
+            raise TransientError(f"{self}: {why or type(cause).__name__}") from error
 
 
 def default_url(data: Path) -> str:
