@@ -337,8 +337,9 @@ async def login(request: Request) -> Response:
         if len(body) > _MAX_FORM_BYTES:
             return refusal(413, "the form is too large")
     secret = parse_qs(body.decode("latin-1")).get("token", [""])[0].strip()
-    if await run_in_threadpool(service.tokens.grant, secret) is None:
-        return service.pages.login(request, "This token is unknown or revoked.", 403)
+    grant = await run_in_threadpool(service.tokens.grant, secret)
+    if grant is None or not grant.allows(READ):
+        return service.pages.login(request, "This token is unknown, revoked or without the scope read.", 403)
     target = request.query_params.get("next", "/")
     # Only a local path: `//host` and `/\host` lead to another host.
     safe = target if target.startswith("/") and target[1:2] not in ("/", "\\") and target.isprintable() else "/"
