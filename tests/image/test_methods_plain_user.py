@@ -17,6 +17,7 @@ from bootseer.image.mounting import trial
 from bootseer.mounts.layers import MountMethod
 from bootseer.report.inputs import sources
 from bootseer.report.log_scan import scan
+from bootseer.snapshotter import service
 from busybox import running
 from conftest_launch import BOOTSEER
 from plain_user import UID, as_plain_user, home_of, run_as_plain_user
@@ -221,6 +222,8 @@ def test_the_doctor_tells_the_way_and_why(plain: Plain, fuse: bool, status: str,
     assert row["status"] == status
     assert found in row["found"]
     assert "it needs root" in row["why"]
+    (row,) = [check for check in checks if check["name"] == service.CHECK]
+    assert row["why"].startswith("only root")  # whose socket lies elsewhere
 
 
 @pytest.mark.parametrize("fuse", [True, False])

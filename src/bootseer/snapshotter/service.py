@@ -139,6 +139,8 @@ def check(runtime: Path) -> Check:
     except ImportError:
         return Check(CHECK, "missing", "", "grpcio is not installed", "pip install 'bootseer[containerd]'", opens)
     if not socket.exists():
+        if os.geteuid() != 0:
+            return Check(CHECK, "missing", "", "only root can ask the node's snapshotter", "run it as root", opens)
         todo = "systemctl start bootseer-snapshotter (docs/kubernetes.md)"
         return Check(CHECK, "missing", f"grpcio {grpc.__version__}", f"nothing listens on {socket}", todo, opens)
     try:
