@@ -7,6 +7,7 @@ import json
 import os
 import random
 import shutil
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -108,6 +109,18 @@ def test_a_container_reads_on_when_its_image_was_unmounted_and_is_mounted_again(
         assert (tmp_path / "at" / "cold").read_bytes() == content
     finally:
         unmount_below(tmp_path)
+
+
+def test_the_program_that_mounts_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by the kernel when memory is short: it says nothing, and the warning had no reason."""
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\nkill -9 $$\n")
+    program.chmod(0o755)
+    document, images, labels = have_images(tmp_path, [layer(directory("."))], monkeypatch)
+    monkeypatch.setattr(sys, "executable", str(program))
+    assert images.layer(document.layers[0].diff_id, "", labels, lambda layer: None) is None
+    with pytest.raises(TransientError, match=f"{document.digest} cannot be mounted: .*SIGKILL"):
+        images.lowers(f"{document.digest.removeprefix('sha256:')}-1")
 
 
 def test_an_image_is_unmounted_though_another_one_has_its_first_layer(

@@ -309,7 +309,8 @@ class LazyImages:
         except subprocess.TimeoutExpired as error:
             raise TransientError(f"{known.digest} was not mounted in {_MOUNT_S:g} s") from error
         if done.returncode:
-            raise TransientError(f"{known.digest} cannot be mounted: {done.stderr.strip()[-500:]}")
+            reason = done.stderr.strip()[-500:] or subprocess.CalledProcessError(done.returncode, __name__)
+            raise TransientError(f"{known.digest} cannot be mounted: {reason}")
 
 
 def _request(settings: Settings, digest: str, uri: str) -> Request:
