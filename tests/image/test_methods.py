@@ -22,11 +22,12 @@ from bootseer.artifact.unpacked import delete_idle_trees, tree_name
 from bootseer.cache import disk
 from bootseer.cache.cache import Cache
 from bootseer.errors import UsageError
+from bootseer.fuse import syscalls
 from bootseer.fuse.syscalls import failure
 from bootseer.image.catalog import images_in, prune, read_document
 from bootseer.image.conversion.convert import convert
 from bootseer.image.conversion.layer import ConvertOptions
-from bootseer.image.mounting import methods
+from bootseer.image.mounting import methods, trial
 from bootseer.image.mounting.mount import mount_image
 from bootseer.image.reference import parse_reference
 from bootseer.image.sources.open import open_source
@@ -353,6 +354,18 @@ def test_where_there_is_no_way_the_error_names_one(
     with pytest.raises(UsageError) as caught:
         methods.choose_method(methods.refused_untried(private=private, writable=writable), private=private)
     assert hint in caught.value.hint
+
+
+@pytest.mark.root
+def test_the_doctor_says_that_the_disk_of_the_cache_is_nearly_full(tmp_path: Path) -> None:
+    """It told root to be root where the trial failed, or that all was well."""
+    syscalls.mount("tmpfs", "tmpfs", tmp_path, options="size=1m")
+    try:
+        found = trial.check(tmp_path / "cache")
+    finally:
+        kernel.unmount(tmp_path)
+    assert (found.status, found.why) == ("limited", f"the disk of {tmp_path} is nearly full: blocks are not kept")
+    assert "BOOTSEER_CACHE" in found.install
 
 
 def test_each_better_method_is_refused_with_a_reason() -> None:

@@ -6,6 +6,7 @@ It runs as a program of its own (this module as a script), with which all its mo
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import tempfile
 from contextlib import closing
@@ -20,6 +21,7 @@ from bootseer.mounts.layers import MountMethod
 CHECK = "lazy images"
 """Name of the check in `bootseer doctor`."""
 _DEADLINE_S = 20.0
+_ENOUGH_BYTES = 64 << 20
 _SAYS = "the image is mounted "
 
 
@@ -28,6 +30,9 @@ def check(cache: Path) -> Check:
     opens = ("image run", "run --image")
     place = next(folder for folder in (cache, *cache.parents) if folder.is_dir())
     try:
+        if shutil.disk_usage(place).free < _ENOUGH_BYTES:
+            todo = "bootseer cache prune --to SIZE, or set BOOTSEER_CACHE to another disk"
+            return Check(CHECK, "limited", "", f"the disk of {place} is nearly full: blocks are not kept", todo, opens)
         with tempfile.TemporaryDirectory(prefix="bootseer-doctor-", dir=place, ignore_cleanup_errors=True) as folder:
             ended = child.run([sys.executable, "-P", "-m", __name__, folder], deadline_s=_DEADLINE_S)
     except OSError as error:
