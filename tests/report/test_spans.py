@@ -263,3 +263,10 @@ def test_ten_thousand_ranks_on_one_node_take_linear_time():
 def test_instants_alone_are_no_time():
     result = report([moment(0, "bound", INSTANT)])
     assert result.overhead.node_level_median_s is None
+
+
+def test_steps_of_one_allocation_do_not_make_more_nodes_than_expected() -> None:
+    """Each states its own number of nodes. In the service, the excess would hide the missing nodes of other starts."""
+    steps = [span(0, 5, "run", node=node, attrs={"num_nodes": 1}) for node in "ab"]
+    coverage = report(*steps).coverage
+    assert (coverage.nodes_heard, coverage.nodes_expected) == (2, 2)

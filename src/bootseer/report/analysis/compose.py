@@ -327,9 +327,10 @@ def _coverage(ready: Prepared, nodes: Sequence[model.Node]) -> model.Coverage:
     spans = [s for node in ready.startup.nodes.values() for s in (*node.spans, *node.instants)]
     stated = [*ready.startup.run_attrs.values(), *(span.attrs for span in spans)]
     told = _largest(stated, "num_nodes") or _largest(stated, "group_world_size")  # one launcher per node
+    heard, expected = len(nodes) + len(ready.left_out), ready.options.num_nodes or told
     return model.Coverage(
-        nodes_heard=len(nodes) + len(ready.left_out),
-        nodes_expected=ready.options.num_nodes or told,
+        nodes_heard=heard,
+        nodes_expected=expected and max(expected, heard),  # steps of one allocation each state their own
         ranks_heard=len({(lane.node, lane.rank) for lane in ready.lanes if lane.rank != NO_RANK}),
         ranks_expected=_largest(stated, "world_size"),
         nodes_truncated=sum(node.outcome in ("truncated", FAILED) for node in nodes),
