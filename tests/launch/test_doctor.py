@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.errors import UsageError
+from bootseer.image.mounting import trial
 from bootseer.launch.doctor import ENVIRONMENTS, check_environments, write_bundle
 from bootseer.mounts import kernel
 
@@ -23,6 +25,16 @@ def test_working_environments_are_reported_and_leave_nothing_behind(tmp_path: Pa
     assert "overlay" in found.found
     assert not list(tmp_path.iterdir())
     assert not [point for point in kernel.mount_points() if point.startswith(f"{tmp_path}/")]
+
+
+@pytest.mark.root
+def test_root_without_the_right_to_mount_is_told_to_get_it(tmp_path: Path) -> None:
+    """As in most containers, where "run as root" is no help."""
+    words = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", sys.executable, "-m", "bootseer", "doctor", "--json"]
+    env = {**os.environ, "HOME": str(tmp_path), "BOOTSEER_CACHE": str(tmp_path), "BOOTSEER_SPOOL": str(tmp_path)}
+    done = subprocess.run(words, env=env, stdout=subprocess.PIPE, check=True)
+    todo = {row["name"]: row["install"] for row in json.loads(done.stdout)["checks"]}
+    assert ("CAP_SYS_ADMIN" in todo[ENVIRONMENTS], "CAP_SYS_ADMIN" in todo[trial.CHECK]) == (True, True)
 
 
 def test_a_bundle_for_a_bug_report_has_no_secrets(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from bootseer.hdfs.namenode import NameNode, Names
 from bootseer.launch.environment.view import private_capture_ways
 from bootseer.logs import without_secrets
 from bootseer.machine.check import Check, Status
-from bootseer.machine.kernel import may_open_fuse
+from bootseer.machine.kernel import AS_ROOT, may_open_fuse
 from bootseer.mounts import control
 from bootseer.mounts.state import Runtime
 from bootseer.peers.interfaces import PORT, chosen, listen_at
@@ -61,14 +61,14 @@ def check_environments(cache: Path) -> Check:
             note = "without root only folders of this user can be in a snapshot"
             if not may_open_fuse():
                 found, note = "captured in a user namespace", f"{note}, and without /dev/fuse its files are written out"
-            return Check(ENVIRONMENTS, "limited", found, note, "run as root", opens)
+            return Check(ENVIRONMENTS, "limited", found, note, AS_ROOT, opens)
     except OSError as error:
         todo = "set BOOTSEER_CACHE to another folder"
         return Check(ENVIRONMENTS, "broken", "", f"{error.filename or cache}: {error.strerror}", todo, opens)
     except BootseerError as error:
         note = f"nothing can be mounted ({str(error) or 'root without the right to mount'})"
     note += ": setups are captured by two walks over the disks"
-    return Check(ENVIRONMENTS, "limited", "files are copied", note, "run as root, or allow user namespaces", opens)
+    return Check(ENVIRONMENTS, "limited", "files are copied", note, f"{AS_ROOT}, or allow user namespaces", opens)
 
 
 def check_peers() -> Check:

@@ -29,7 +29,7 @@ RESENDS = (6, 9)
 _LOG = logger(__name__)
 _SCRIPT = Path(__file__).with_name("sandbox.py")
 DEADLINE_S = 5.0
-_AS_ROOT = "run as root, or give the container CAP_SYS_ADMIN"
+AS_ROOT = "run as root, or give the container CAP_SYS_ADMIN"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +101,11 @@ def check_fuse() -> Check:
         todo = "as root: chmod 666 /dev/fuse, its usual mode"
         return Check("FUSE", "broken", "/dev/fuse exists", "this user may not open it", todo, opens)
     if attempt("fuse-user").worked:
-        return Check("FUSE", "limited", "in user namespaces only", trial.reason, _AS_ROOT, opens)
+        return Check("FUSE", "limited", "in user namespaces only", trial.reason, AS_ROOT, opens)
     if trial.forbidden and helper:
         reason = f"{trial.reason}; mounts go through {Path(helper).name}"
         return Check("FUSE", "limited", Path(helper).name, reason, "", opens)
-    install = f"apt-get install fuse3, or {_AS_ROOT}" if trial.forbidden else "modprobe fuse"
+    install = f"apt-get install fuse3, or {AS_ROOT}" if trial.forbidden else "modprobe fuse"
     return Check("FUSE", "broken", "/dev/fuse exists", trial.reason, install, opens)
 
 

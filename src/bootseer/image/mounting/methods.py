@@ -37,8 +37,8 @@ def refused_untried(*, private: bool, writable: bool) -> Refused:
             namespace = kernel.attempt("userns")
             if not namespace.worked:
                 raise UsageError(
-                    f"without root a container needs a user namespace: {namespace.reason}",
-                    hint="run as root, or allow user namespaces; see bootseer doctor",
+                    f"without the right to mount, a container needs a user namespace: {namespace.reason}",
+                    hint=f"{kernel.AS_ROOT}, or allow user namespaces; see bootseer doctor",
                 )
         elif writable:
             raise UsageError("a writable mount needs root", hint="leave out --rw, or use bootseer image run")

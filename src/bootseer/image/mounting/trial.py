@@ -16,6 +16,7 @@ from typing import Any
 from bootseer.errors import BootseerError
 from bootseer.machine import child
 from bootseer.machine.check import Check
+from bootseer.machine.kernel import AS_ROOT
 from bootseer.mounts.layers import MountMethod
 
 CHECK = "lazy images"
@@ -40,7 +41,7 @@ def check(cache: Path) -> Check:
         return Check(CHECK, "broken", "", f"{error.filename or place}: {error.strerror}", todo, opens)
     if ended.code != 0:
         reason = ended.error or (ended.stderr.strip().splitlines() or [f"the trial ended with code {ended.code}"])[-1]
-        return Check(CHECK, "missing" if ended.code == 1 else "broken", "", reason, "run as root", opens)
+        return Check(CHECK, "missing" if ended.code == 1 else "broken", "", reason, AS_ROOT, opens)
     found = json.loads(ended.stdout)
     reason, fix = found["why"], ""
     if found["way"] == MountMethod.UNPACK.value:
