@@ -12,7 +12,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from sqlalchemy import make_url, select, text
 
-from bootseer.errors import PermanentError, TransientError, UsageError
+from bootseer.errors import BootseerError, PermanentError, TransientError, UsageError
 from bootseer.service import schema
 from bootseer.service.database import Database
 
@@ -71,6 +71,15 @@ def test_one_of_a_newer_version_is_left_as_it_is(database_url: str) -> None:
         connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
     database.close()
     with pytest.raises(PermanentError, match=r"version 9999, .* another one"):
+        Database.open(database_url)
+
+
+def test_one_with_a_table_of_another_program_is_refused(database_url: str) -> None:
+    database = Database(database_url)
+    with database.write() as connection:
+        connection.execute(text("CREATE TABLE token (id INTEGER)"))
+    database.close()
+    with pytest.raises(BootseerError, match=r"token\W* already exists$"):
         Database.open(database_url)
 
 

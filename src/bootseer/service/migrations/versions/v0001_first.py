@@ -13,4 +13,4 @@ down_revision = None
 
 def upgrade() -> None:
     """Make all tables."""
-    metadata.create_all(op.get_bind())
+    metadata.create_all(op.get_bind(), checkfirst=False)  # tables of these names are another program's
