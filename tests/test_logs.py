@@ -47,6 +47,13 @@ def ran(tmp_path: Path, *words: str, **env: str) -> subprocess.CompletedProcess[
         ("AWS_SECRET_ACCESS_KEY=abc x", "AWS_SECRET_ACCESS_KEY=*** x"),
         ("https://a.blob.example/c?sv=1&sig=abc%3D&se=2", "https://a.blob.example/c?sv=1&sig=***&se=2"),
         ("AccountName=a;AccountKey=abc==;x", "AccountName=a;AccountKey=***;x"),
+        ("serve --password geheim1 --db-token 'abc' --port 80", "serve --password *** --db-token '***' --port 80"),
+        ("['--api-key', 'abc', '--no-token', '--x']", "['--api-key', '***', '--no-token', '--x']"),
+        ("X=Basic dXNlcjpwYXNzd29yZA== y", "X=Basic *** y"),
+        (
+            "--tokenizer gpt2 --token-file /a basic understanding",
+            "--tokenizer gpt2 --token-file /a basic understanding",
+        ),
         ("tokenizer=gpt2 the token of a block", "tokenizer=gpt2 the token of a block"),
     ],
 )

@@ -33,6 +33,8 @@ _LOGIN = re.compile(r"(?<=://)[^/@\s'\"]+(?=@)")
 _SECRET = re.compile(
     r"(?i)\b([a-z0-9_.-]*(?:token|secret|passw(?:or)?d|passphrase|signature|credentials?|jwt|sig|(?:api|access|account|"
     r"private|secret)[_-]?key)\b[\"']?\s*[=:]\s*[\"']?"
+    r"|(?<=--)[a-z0-9-]*(?:token|secret|passw(?:or)?d|passphrase|-key)(?:[\"'],)?\s+[\"']?(?!-)"
+    r"|(?:basic|bearer) (?=[a-z0-9+/=._~-]{16})"
     r"|authorization[\"']?\s*[=:]\s*(?:\w+ )?)[^\s&,;'\"]+"
 )
 
