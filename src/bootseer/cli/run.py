@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 
 import click
-from msgspec.structs import asdict
 
 from bootseer.cli.output import Output, Progress
 from bootseer.cli.run_options import OPTIONS, SECTIONS, start
@@ -93,6 +92,8 @@ def restart_command(job: str, within: float, output: Output) -> None:
     bootseer restart moe
     srun --overlap --jobid 4711 --ntasks-per-node 1 bootseer restart moe     # on all nodes of a Slurm job
     """
+    from msgspec.structs import asdict
+
     from bootseer.launch.restart_request import restart
 
     began_s = time.monotonic()
