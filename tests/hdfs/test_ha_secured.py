@@ -109,7 +109,7 @@ def test_a_delegation_token_survives_a_failover_and_is_refused_at_once_when_canc
 def test_without_an_active_namenode_errors_name_all_and_open_files_can_be_read(pair: HaPair) -> None:
     observer = 1 - pair.active
     pair.observe(observer)
-    with closing(_client(pair)) as client, closing(_client(pair, 2.0)) as hasty:
+    with closing(_client(pair)) as client, closing(_client(pair, 6.0)) as hasty:
         client.put("/written", DATA)
         assert read_all(client, "/written") == DATA
         writer = client.create("/long")
@@ -119,7 +119,7 @@ def test_without_an_active_namenode_errors_name_all_and_open_files_can_be_read(p
         for ask in (
             lambda: hasty.stat("/written"),
             lambda: hasty.put("/other", b"x"),
-            lambda: hasty.reads().open("/written", deadline_s=2.0),
+            lambda: hasty.reads().open("/written", deadline_s=6.0),
         ):
             with pytest.raises(TransientError, match="no NameNode is active") as error:
                 ask()
@@ -137,7 +137,7 @@ def test_without_a_kdc_everything_works_until_the_ticket_expires(kdc: Kdc, runni
         with closing(_client(running)) as fresh:
             return fresh.stat("/early").size_bytes
 
-    kdc.log_in(_USER, lifetime="6s")
+    kdc.log_in(_USER, lifetime="20s")
     with closing(_client(running)) as client:
         client.put("/early", DATA)
         kept = client.reads().open("/early")

@@ -266,9 +266,11 @@ def test_a_hung_namenode_leaves_time_for_the_next_one_when_a_request_has_little(
 
 
 def test_a_new_client_leaves_a_hung_namenode_early(peer: FakeNameNode, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bootseer.hdfs.namenode._NEW_S", 0.02)
-    with FakeNameNode("silent") as hung, closing(asked(*[hung.port] * 20, peer.port)) as namenode:
-        assert namenode.locate("/f", timeout_s=5.0).size_bytes == MIB
+    monkeypatch.setattr("bootseer.hdfs.namenode._NEW_S", 0.4)
+    with FakeNameNode("silent") as hung:
+        namenode = asked(*[hung.port] * 16, peer.port, call_timeout_s=LONG_S)
+        assert namenode.locate("/f", timeout_s=LONG_S).size_bytes == MIB
+        namenode.close()
 
 
 def test_requests_that_wait_for_their_turn_skip_a_namenode_that_has_hung_meanwhile(peer: FakeNameNode) -> None:

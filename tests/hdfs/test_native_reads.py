@@ -28,7 +28,7 @@ DATA = random.Random(6).randbytes(9_000_001)
 
 @pytest.fixture
 def reads(cluster: HdfsCluster) -> Iterator[NativeReads]:
-    native = Native(cluster.uri, ClientSettings(socket_timeout_s=5))
+    native = Native(cluster.uri, ClientSettings(socket_timeout_s=60))
     with closing(NativeReads(native)) as opened:
         yield opened
 

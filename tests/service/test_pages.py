@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -30,13 +29,13 @@ from bootseer.service.rows import BEGAN, day_of
 from bootseer.service.shared_answers import Answers
 from bootseer.service.upkeep import roll_up
 from bootseer.units import format_hours, format_money
+from browser import needs_chromium, open_tab
 from fleet import EPOCH_NS, INSTALL, NS, Fleet
 from fleet_month import Month
 from running_service import RunningService, ask, running_service
 
 pytestmark = pytest.mark.slow
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 HOSTILE = "a/../b?c=1&<script>alert(1)</script>\"'\u202e" + "x" * 200
 PAGES = ("/", "/now", "/jobs", "/nodes", "/caches", "/compare")
 
@@ -332,13 +331,9 @@ def test_the_api_is_what_its_document_says(service: RunningService) -> None:
 
 
 @pytest.mark.browser
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium binary in PATH (Debian: apt install chromium)")
+@needs_chromium
 def test_pages_in_a_browser(service: RunningService) -> None:
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 390, "height": 800})
+    with open_tab(390, 800) as page:
         problems: list[str] = []
         page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
         page.on("pageerror", lambda error: problems.append(str(error)))
@@ -359,6 +354,5 @@ def test_pages_in_a_browser(service: RunningService) -> None:
         page.goto(service.url + "/now")
         lines = Fleet(5, job="live-one").lines()
         send(service, Fleet(5, job="live-one"), lines[: len(lines) // 2])
-        page.wait_for_selector("text=live-one", timeout=60_000)
-        browser.close()
+        page.wait_for_selector("text=live-one")
         assert [text for text in problems if "favicon" not in text and "404" not in text] == []

@@ -7,7 +7,6 @@ import hashlib
 import itertools
 import json
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,15 +15,11 @@ import pytest
 
 from bootseer.report.model import Report
 from bootseer.report.render import html
+from browser import needs_chromium, open_tab
 from report.render.page import Page, look_up, rendered
 from startups import began, report, span
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
-
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(CHROMIUM is None, reason="no chromium binary in PATH (Debian: apt install chromium)"),
-]
+pytestmark = [pytest.mark.browser, needs_chromium]
 
 Opener = Callable[..., str]
 
@@ -33,12 +28,8 @@ Opener = Callable[..., str]
 def tab() -> Iterator[Any]:
     """One tab of one browser for all tests: starting a browser takes a second of processor time, and a new tab as much
     as loading a page."""
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        running = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield running.new_page(viewport={"width": 1280, "height": 900})
-        running.close()
+    with open_tab(1280, 900) as page:
+        yield page
 
 
 @pytest.fixture
@@ -52,7 +43,7 @@ def opened(tmp_path: Path, tab: Any) -> Opener:
         file = tmp_path / f"report-{next(numbers)}.html"
         file.write_text(text, encoding="utf-8")
         tab.goto(file.as_uri() + fragment)
-        tab.wait_for_selector("html[data-said], html[data-ready], html[data-error]", state="attached", timeout=120_000)
+        tab.wait_for_selector("html[data-said], html[data-ready], html[data-error]", state="attached")
         return str(tab.content())
 
     return run
