@@ -78,6 +78,12 @@ class Job:
         return [node.group.stats().get(name, {}) for node in self.nodes]
 
 
+def be_patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that waits for another, or for a processor of a busy machine, is not late."""
+    for limit in ("_SILENCE_S", "_LONG_SILENCE_S", "_MIN_SECONDS"):
+        monkeypatch.setattr(f"bootseer.peers.health.{limit}", 60.0)
+
+
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     with closing(Job(tmp_path, monkeypatch)) as job:
@@ -107,7 +113,8 @@ def test_a_reader_gets_a_block_of_each_owner(job: Job) -> None:
     assert job.nodes[0].fetcher.stats().peer_bytes == 3 * BLOCK
 
 
-def test_an_owner_that_is_killed_costs_its_share_at_most(job: Job) -> None:
+def test_an_owner_that_is_killed_costs_its_share_at_most(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    be_patient(monkeypatch)
     job.nodes[3].kill()
     job.read_all(job.nodes[:3])
     assert job.copies <= 1.25
@@ -144,8 +151,7 @@ def test_a_wrong_byte_in_an_owners_cache_is_never_delivered_and_the_owner_is_nam
 
 
 def test_lists_that_differ_make_no_node_wait_for_another(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    for limit in ("_SILENCE_S", "_LONG_SILENCE_S", "_MIN_SECONDS"):  # a node that waits for another is not silent
-        monkeypatch.setattr(f"bootseer.peers.health.{limit}", 10.0)
+    be_patient(monkeypatch)
     for at, node in enumerate(job.nodes):
         node.meet([peer for number, peer in enumerate(job.peers) if number != (at + 1) % 4])
     job.read_all()
