@@ -226,6 +226,19 @@ def test_srun_starts_one_run_for_each_rank():
     assert result.overhead.gpu_hours == pytest.approx(30 * 8 / 3600)
 
 
+@pytest.mark.parametrize(
+    ("devices", "gpus"),
+    [(["0", "1", "2", "3"], 4), (["0,1", "2,3"], 4), (["0,1", "0,1"], 2), ([None, "1"], 1), (["3"], 1)],
+)
+def test_ranks_with_runs_of_their_own_use_the_gpus_of_all(devices, gpus):
+    parts = []
+    for rank, some in enumerate(devices):
+        own = {"rank": rank, "pid": 10 + rank}
+        attrs = {"gpus": len(some.split(",")) if some else 1} | ({"devices": some} if some else {})
+        parts += [span(rank / 100, 500, "run", attrs=attrs, **own), began(30, rank=rank, pid=100 + rank)]
+    assert report(*parts).startup.num_gpus == gpus
+
+
 def test_two_boots_have_two_monotonic_clocks():
     first = span(0, 10, "image_loading", booted_s=-500_000)
     second = span(400, 410, "first_step", booted_s=350) + began(410, booted_s=350)

@@ -159,6 +159,18 @@ def test_gpus(env: dict[str, str], gpus: int | None) -> None:
     assert discover(env, hostname="box").gpus == gpus
 
 
+@pytest.mark.parametrize(
+    ("env", "devices"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": "2, 3", "OMPI_COMM_WORLD_RANK": "1"}, "2,3"),
+        ({"CUDA_VISIBLE_DEVICES": "2,3"}, ""),
+        ({"CUDA_VISIBLE_DEVICES": "2", "OMPI_COMM_WORLD_RANK": "1", "SLURM_GPUS_ON_NODE": "8"}, ""),
+    ],
+)
+def test_names_of_a_ranks_own_gpus(env: dict[str, str], devices: str) -> None:
+    assert discover(env, hostname="box").devices == devices
+
+
 @pytest.mark.parametrize("text", ["", "-1", "1.5", "0x10", "٣", "1e3", "9" * 19, "abc", "1 2"])
 def test_what_is_no_count_is_not_reported(text: str) -> None:
     assert number({"RANK": text}, "RANK") is None

@@ -333,6 +333,8 @@ def _run_attributes(
         "kernel": os.uname().release,
         "hook": options.hook,
     }
+    if identity.devices:
+        facts["devices"] = identity.devices
     if identity.num_nodes:
         facts["num_nodes"] = identity.num_nodes
     if identity.topology:

@@ -44,6 +44,8 @@ class Identity(NamedTuple):
     world_size: int | None = None
     gpus: int | None = None
     """GPUs of this node allocated to the job."""
+    devices: str = ""
+    """Their names, with commas between, if `gpus` is the number of devices that this rank may use."""
     source: str = "host"
     """The launcher that gave the job's name."""
     node_rank: int | None = None
@@ -123,13 +125,14 @@ def _rank(env: Env) -> tuple[int | None, int | None]:
     return None, number(env, "WORLD_SIZE")
 
 
-def _gpus(env: Env) -> int | None:
+def _gpus(env: Env) -> tuple[int | None, list[str]]:
+    """The number of GPUs, and their names if the number is theirs."""
     gpus = number(env, "BOOTSEER_GPUS", "SLURM_GPUS_ON_NODE", "SKYPILOT_NUM_GPUS_PER_NODE")
-    if gpus is None:
-        devices = env.get("CUDA_VISIBLE_DEVICES") or env.get("NVIDIA_VISIBLE_DEVICES") or ""
-        if devices and devices not in ("all", "none", "void", "NoDevFiles", "-1"):
-            gpus = len([device for device in devices.split(",") if device.strip()])
-    return gpus
+    listed = env.get("CUDA_VISIBLE_DEVICES") or env.get("NVIDIA_VISIBLE_DEVICES") or ""
+    if gpus is not None or listed in ("", "all", "none", "void", "NoDevFiles", "-1"):
+        return gpus, []
+    devices = [device for device in map(str.strip, listed.split(",")) if device]
+    return len(devices), devices
 
 
 def discover(env: Env, *, hostname: str) -> Identity:
@@ -143,6 +146,7 @@ def discover(env: Env, *, hostname: str) -> Identity:
     if restart and kind != "hot_update":
         kind = "restart"
     rank, world_size = _rank(env)
+    gpus, devices = _gpus(env)
     return Identity(
         job=job,
         attempt=number(env, "BOOTSEER_ATTEMPT", "SLURM_RESTART_COUNT"),
@@ -154,7 +158,8 @@ def discover(env: Env, *, hostname: str) -> Identity:
             env, "BOOTSEER_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", "PET_NNODES", "SKYPILOT_NUM_NODES"
         ),
         world_size=world_size,
-        gpus=_gpus(env),
+        gpus=gpus,
+        devices="" if rank is None else ",".join(devices),
         source=source,
         node_rank=number(
             env,

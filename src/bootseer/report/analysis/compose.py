@@ -53,7 +53,9 @@ _MAX_RANKS = 64
 _ENDING_FACTS = ("exit_code", "signal", "local_rank")
 _INFORMATIVE = {UNOBSERVED: 0, OK: 1}
 """How well a lane with this outcome represents its node; any other outcome is the most informative."""
-_NOT_FACTS = frozenset({"barrier", "background", "num_nodes", "world_size", "gpus", "events_lost", "pod_uid", FOREIGN})
+_NOT_FACTS = frozenset(
+    {"barrier", "background", "num_nodes", "world_size", "gpus", "devices", "events_lost", "pod_uid", FOREIGN}
+)
 _NO_JOB = "unnamed"
 
 

@@ -15,7 +15,7 @@ this, because they come from each node's monotonic clock.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, NamedTuple
@@ -141,7 +141,8 @@ def startups(events: Iterable[Event]) -> list[StartupSpans]:
     for key, by_node in grouped.items():
         kinds = Counter(event.kind for node_events in by_node.values() for event in node_events)
         nodes = {node: _node(node, node_events, later[key].get(node)) for node, node_events in by_node.items()}
-        attrs = {name: span.attrs for name, node in nodes.items() for span in node.spans if span.stage == RUN}
+        runs_of = {name: [span for span in node.spans if span.stage == RUN] for name, node in nodes.items()}
+        attrs = {name: _run_attrs(own) for name, own in runs_of.items() if own}
         found.append(StartupSpans(key, kinds.most_common(1)[0][0], nodes, attrs))
     by_key = {startup.key: startup for startup in found}
     for startup in found:
@@ -154,6 +155,15 @@ def startups(events: Iterable[Event]) -> list[StartupSpans]:
                     around = [span for span in first.nodes[name].structure if span.end_ns >= began_ns]
                     node.spans += [replace(span, begin_ns=began_ns) for span in around]
     return found
+
+
+def _run_attrs(runs: Sequence[Span]) -> dict[str, Any]:
+    """The attributes of a node's run. If each rank has its own run (`mpirun bootseer run`), which may use other GPUs
+    than the other ranks, the node's number of GPUs is that of all of them."""
+    devices = [run.attrs.get("devices") for run in runs]
+    named = {device for some in devices if isinstance(some, str) for device in some.split(",")}
+    last = runs[-1].attrs
+    return {**last, "gpus": len(named)} if len(runs) > 1 and None not in devices else last
 
 
 def _first_of_later_restarts(grouped: Mapping[Key, Mapping[str, list[Event]]]) -> dict[Key, dict[str, Event]]:
