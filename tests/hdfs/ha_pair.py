@@ -96,7 +96,7 @@ class HaPair:
         """Make this NameNode active. The other one must not be active any more."""
         self._ask(number, "transitionToActive", field(1, field(1, 0)))
         self.active = number
-        self._wait("the active NameNode", lambda: self._has_all(number))
+        self._wait("the active NameNode", lambda: self._state(number) == _ACTIVE and self._has_all(number))
 
     def stand_by(self, number: int) -> None:
         """Make this NameNode a standby."""
@@ -121,7 +121,7 @@ class HaPair:
     def restart(self, number: int) -> None:
         """Restart a NameNode that was killed; it starts as a standby."""
         self.namenodes[number] = self._start(f"namenode{number}", self._namenode(number))
-        self._wait("a NameNode", lambda: self._state(number) is not None)
+        self._wait("a NameNode", lambda: self._has_all(number))
 
     def hang(self, number: int) -> None:
         """Stop a NameNode with SIGSTOP: its connections stay open, but it does not answer."""
@@ -181,7 +181,8 @@ class HaPair:
         self.datanodes = [
             self._start(f"datanode{number}", self._datanode(number)) for number in range(self._num_datanodes)
         ]
-        self._wait("the pair", lambda: all(self._state(number) is not None for number in range(2)))
+        # A NameNode that becomes active before its DataNodes have registered would refuse to write.
+        self._wait("the pair", lambda: all(self._has_all(number) for number in range(2)))
         self.activate(0)
 
     def _namenode(self, number: int) -> list[str]:
@@ -237,16 +238,13 @@ class HaPair:
             connection.close()
 
     def _has_all(self, number: int) -> bool:
-        """Whether it is active and not in safe mode, and all DataNodes have registered."""
+        """Whether it answers and is not in safe mode, and all DataNodes have registered."""
         with urllib.request.urlopen(
             f"http://{self._http[number]}/jmx?qry=Hadoop:service=NameNode,name=FSNamesystemState", timeout=5
         ) as answer:
             state: Any = json.load(answer)["beans"][0]
-        return bool(
-            self._state(number) == _ACTIVE
-            and state["FSState"] == "Operational"
-            and state["NumLiveDataNodes"] == self._num_datanodes
-        )
+        has_datanodes = state["FSState"] == "Operational" and state["NumLiveDataNodes"] == self._num_datanodes
+        return bool(has_datanodes and self._state(number) is not None)
 
 
 class Busy:

@@ -137,12 +137,13 @@ def test_without_a_kdc_everything_works_until_the_ticket_expires(kdc: Kdc, runni
         with closing(_client(running)) as fresh:
             return fresh.stat("/early").size_bytes
 
-    kdc.log_in(_USER, lifetime="20s")
     with closing(_client(running)) as client:
         client.put("/early", DATA)
         kept = client.reads().open("/early")
         writer = client.create("/late")
         writer.write(DATA[:1000])
+        kdc.log_in(_USER, lifetime="10s")
+        ask_anew()  # gets the service's ticket
         kdc.kill()
         try:
             assert ask_anew() == len(DATA)
@@ -150,6 +151,7 @@ def test_without_a_kdc_everything_works_until_the_ticket_expires(kdc: Kdc, runni
             with pytest.raises(AccessError, match=r"Ticket expired; renew the ticket"):
                 while time.monotonic() < until:
                     assert read_ranges(kept, [(0, len(DATA))])[0][0] == DATA
+                    client.stat("/early")  # its connection is not closed as idle
                     ask_anew()
                     time.sleep(0.2)
             assert read_ranges(kept, [(0, len(DATA))])[0][0] == DATA
