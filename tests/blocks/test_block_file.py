@@ -98,7 +98,9 @@ def test_the_index_of_another_file_is_refused(store, block_file, changes):
         {"stripes": [[NAME]]},
         {"stripes": [["images/x", 0]]},
         {"stripes": [NAME]},
-        {"stripes": [[NAME, 0]] * 1025},
+        {"stripes": [[NAME, 2], [NAME, 3]], "stored_bytes": 5},
+        {"stripes": [[NAME, 2]], "stored_bytes": 3},
+        {"stripes": [[NAME, -1]], "stored_bytes": -1},
     ],
 )
 def test_an_impossible_description_is_refused(block_file, changes):

@@ -11,7 +11,7 @@ from bootseer.errors import PermanentError, TransientError
 from bootseer.fetch.fetch_settings import FetchSettings, Purpose
 from bootseer.fetch.fetcher import Fetcher
 from bootseer.fetch.hotset import Availability
-from fetch.files import BLOCK, stored
+from fetch.files import BLOCK
 from store_doubles import Fault, FaultyStore
 from waiting import until
 
@@ -42,17 +42,6 @@ def test_a_ready_block_is_answered_before_read_returns(fetching, data):
     answers = []
     assert fetcher.read(0, 10, 20, answers.append) is None
     assert answers == [data[10:30]]
-
-
-def test_a_file_in_stripes_is_read_like_any_other(origin, cache, data):
-    index = stored(origin, data, num_stripes=3)
-    cached = cache.open(index)
-    fetcher = Fetcher()
-    fetcher.add(index, origin, cached)
-    fetcher.prefetch((0, block) for block in range(40, 80))
-    assert fetcher.read_blocking(0, 1000, len(data)) == data[1000:]
-    fetcher.close()
-    cached.close()
 
 
 def test_many_readers_at_once_get_their_bytes_and_each_block_is_fetched_once(fetching, data, index):

@@ -24,9 +24,9 @@ from waiting import until
 
 @pytest.fixture
 def place(tmp_path, data):
-    """A store in a folder, with a block file with three stripes."""
+    """A store in a folder, with a block file."""
     store = open_store(str(tmp_path / "store"))
-    return store, files.written(store, data, num_stripes=3)
+    return store, files.written(store, data)
 
 
 @pytest.fixture

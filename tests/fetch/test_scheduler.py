@@ -476,12 +476,3 @@ def test_blocks_of_zeros_need_no_bytes_and_join_their_neighbours() -> None:
     assert answers == [b""]
     assert len(w.launched) == 1
     assert w.bytes == pytest.approx(2 * BLOCK)
-
-
-def test_stripes_are_read_with_one_request_each() -> None:
-    w = World([Layout([BLOCK] * 64, num_stripes=4)])
-    w.scheduler.want_cold(0, range(64), w.now)
-    w.scheduler.fetch_all_now()
-    w.run()
-    assert len(w.here) == 64
-    assert {fetch.blocks.step for _, fetch in w.launched} == {4}

@@ -70,7 +70,6 @@ class Checked(World):
 layouts = st.builds(
     Layout,
     st.lists(st.sampled_from([0, 1000, BLOCK, BLOCK, 30 * BLOCK]), min_size=1, max_size=60),
-    st.integers(1, 3),
 )
 faults = st.one_of(
     st.none(),

@@ -21,26 +21,21 @@ from bootseer.fetch.ledger import Fetch
 from bootseer.fetch.pending import PendingRead, PendingReads
 from bootseer.fetch.routed import Routes
 from bootseer.fetch.scheduler import Scheduler
-from bootseer.store.store import Stored
 
 BLOCK = 128 << 10
 _EPSILON = 1e-9
 
 
 class Layout:
-    """A block file with given stored sizes, its blocks contiguous in each stripe."""
+    """A block file with given stored sizes, its blocks contiguous."""
 
-    def __init__(self, sizes: Sequence[int], num_stripes: int = 1) -> None:
+    def __init__(self, sizes: Sequence[int]) -> None:
         self.sizes = sizes
         self.num_blocks = len(sizes)
-        self._offsets = [0] * len(sizes)
-        for stripe in range(num_stripes):
-            mine = sizes[stripe::num_stripes]
-            self._offsets[stripe::num_stripes] = [end - size for end, size in zip(accumulate(mine), mine, strict=True)]
-        self.stripes = [Stored(f"stripe-{number}", sum(sizes[number::num_stripes])) for number in range(num_stripes)]
+        self._ends = list(accumulate(sizes))
 
     def place(self, block: int) -> Place:
-        return Place(block % len(self.stripes), self._offsets[block], self.sizes[block], 1)
+        return Place(0, self._ends[block] - self.sizes[block], self.sizes[block], 1)
 
 
 @dataclass
@@ -177,7 +172,6 @@ class World:
         first = (fetch.file, fetch.blocks[0])
         fault = self._fault(fetch, self.asked[first]) or Fault()
         places = [self.layouts[fetch.file].place(block) for block in fetch.blocks]
-        assert len({place.stripe for place in places}) == 1
         stored = [place for place in places if place.length]
         for before, after in pairwise(stored):
             assert before.offset + before.length == after.offset

@@ -1,6 +1,6 @@
 """Reference to a block file, in documents: enough to fetch its index and verify it.
 
-Images, snapshots and checkpoints keep a `BlockFile` as JSON; `artifact.objects` reads the index that it names.
+Images and snapshots keep a `BlockFile` as JSON; `artifact.objects` reads the index that it names.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from bootseer.blocks.index import MAX_BLOCK_SIZE, MAX_BLOCKS, MAX_INDEX_BYTES, MAX_STRIPES, Index
+from bootseer.blocks.index import MAX_BLOCK_SIZE, MAX_BLOCKS, MAX_INDEX_BYTES, Index
 from bootseer.errors import CorruptError
 from bootseer.store.store import Stored, is_content_name
 
@@ -19,7 +19,7 @@ MAX_READ_BYTES = 256 << 20
 
 
 class BlockFile(Struct, frozen=True, rename={"index_name": "index"}):
-    """A block file in some store: its index, and the stripes that hold its blocks."""
+    """A block file in some store: its index, and the object with its blocks."""
 
     index_name: Annotated[str, Meta(pattern=r"\Asha256:[0-9a-f]{64}\Z")]
     """Content name of the index."""
@@ -29,18 +29,17 @@ class BlockFile(Struct, frozen=True, rename={"index_name": "index"}):
     size_bytes: Annotated[int, Meta(ge=0, le=MAX_BLOCKS * MAX_BLOCK_SIZE)]
     """Size of the file itself."""
     stored_bytes: Annotated[int, Meta(ge=0, le=MAX_BLOCKS * MAX_BLOCK_SIZE)]
-    """Compressed size: the total of the stripes."""
-    stripes: Annotated[tuple[Stored, ...], Meta(min_length=1, max_length=MAX_STRIPES)]
+    """Compressed size: that of the stripe."""
+    stripes: tuple[Stored]
+    """One stripe, which may be empty: only the segments of striped checkpoints have several."""
 
     def __post_init__(self) -> None:
-        if not all(is_content_name(stripe.name) and stripe.size_bytes >= 0 for stripe in self.stripes):
-            raise ValueError("a stripe is not named by its content, or has an impossible size")
-        if sum(stripe.size_bytes for stripe in self.stripes) != self.stored_bytes:
-            raise ValueError("the stripes do not add up")
+        if not is_content_name(self.stripes[0].name) or self.stripes[0].size_bytes != self.stored_bytes:
+            raise ValueError("the stripe is not named by its content, or has another size")
 
     @property
     def objects(self) -> tuple[Stored, ...]:
-        """All objects of the store that this file needs. Empty stripes are not stored."""
+        """All objects of the store that this file needs. An empty stripe is not stored."""
         return Stored(self.index_name, self.index_bytes), *(stripe for stripe in self.stripes if stripe.size_bytes)
 
 

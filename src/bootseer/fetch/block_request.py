@@ -34,7 +34,7 @@ class Origin(Protocol):
     """Whether it sends the bytes of the file, as in the cache, instead of stored ones."""
 
     def read(self, index: Index, blocks: range, timeout_s: float) -> Generator[tuple[int, Buffer], None, None]:
-        """Yield each block with its bytes, neither verified nor decompressed. The blocks are adjacent in their stripe.
+        """Yield each block with its bytes, neither verified nor decompressed. The blocks are adjacent.
 
         Raises the errors of `bootseer.errors`. Closing the iterator ends the request.
         """
@@ -54,7 +54,7 @@ class Peers(Routes, Protocol):
 
 
 class StoreOrigin(Struct, frozen=True):
-    """The store with the stripes of a file: a range is streamed."""
+    """The store with the stripe of a file: a range is streamed."""
 
     sends_plain: ClassVar[bool] = False
     store: Store
@@ -164,7 +164,7 @@ def fetch_blocks(
         if claim.ready or claim.claimed_elsewhere:
             yield claim
         origin = file.origin(fetch)
-        for blocks in _ranges(claim.owned, fetch.blocks.step):
+        for blocks in _ranges(claim.owned):
             with contextlib.closing(origin.read(file.index, blocks, fetch.timeout_s)) as answer:
                 for block, received in answer:
                     with decode_slot():
@@ -243,10 +243,10 @@ def _cut(pieces: Iterator[bytes], lengths: list[int]) -> Iterator[Buffer | None]
         yield parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def _ranges(blocks: list[int], step: int = 1) -> Iterator[range]:
+def _ranges(blocks: list[int]) -> Iterator[range]:
     """The same ascending numbers as maximal ranges."""
     start = 0
     for position in range(1, len(blocks) + 1):
-        if position == len(blocks) or blocks[position] != blocks[position - 1] + step:
-            yield range(blocks[start], blocks[position - 1] + step, step)
+        if position == len(blocks) or blocks[position] != blocks[position - 1] + 1:
+            yield range(blocks[start], blocks[position - 1] + 1)
             start = position

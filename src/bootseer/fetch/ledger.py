@@ -21,7 +21,6 @@ from bootseer.fetch.stats import FetchStats
 
 if TYPE_CHECKING:
     from bootseer.blocks.index import Place
-    from bootseer.store.store import Stored
 
 Key = tuple[int, int]
 """File number and block."""
@@ -35,22 +34,16 @@ ELSEWHERE = -1
 
 
 class Geometry(Protocol):
-    """The layout of a block file, as the scheduler needs it; implemented by `blocks.index.Index`."""
+    """The layout of a block file with one stripe; implemented by `blocks.index.Index`."""
 
     @property
-    def num_blocks(self) -> int:
-        """Number of blocks."""
+    def num_blocks(self) -> int: ...
 
-    @property
-    def stripes(self) -> Sequence[Stored]:
-        """Block i is in stripe i modulo their number."""
-
-    def place(self, block: int, /) -> Place:
-        """Where a block is stored."""
+    def place(self, block: int, /) -> Place: ...
 
 
 class Fetch(Struct, frozen=True):
-    """Read these blocks with one range request: their stored bytes are adjacent in their stripe."""
+    """Read these blocks with one range request: their stored bytes are adjacent."""
 
     number: int
     file: int
@@ -220,7 +213,7 @@ class Ledger:
         *,
         ahead: bool = False,
     ) -> dict[int, int]:
-        """The stored sizes of the block and its neighbours in the same stripe whose stored bytes are adjacent.
+        """The stored sizes of the block and its neighbours whose stored bytes are adjacent.
 
         At least the block itself, then those behind it and those before it that are `eligible` and fit into
         `most_bytes`. Gaps of up to `gap_bytes` between two of them are included, if all their blocks are in `gaps`,
@@ -229,9 +222,9 @@ class Ledger:
         """
         number, first = key
         file = self.files[number]
-        step, sizes = len(file.geometry.stripes), {first: file.geometry.place(first).length}
+        sizes = {first: file.geometry.place(first).length}
         # An all-zero block is stored nowhere: what is before it need not be adjacent to what is behind it.
-        for direction in (step,) if ahead or not sizes[first] else (step, -step):
+        for direction in (1,) if ahead or not sizes[first] else (1, -1):
             room, gap_room = most_bytes - sum(sizes.values()), gap_bytes
             gap: dict[int, int] = {}
             for block, size in _stored_beside(file.geometry, first, direction):
@@ -400,8 +393,8 @@ class Ledger:
 
 
 def _stored_beside(geometry: Geometry, first: int, step: int) -> Iterator[tuple[int, int]]:
-    """The blocks behind one in its stripe, or before it if `step` is negative, with their stored sizes, as long as
-    their stored bytes are adjacent."""
+    """The blocks behind one, or before it if `step` is -1, with their stored sizes, as long as their stored bytes are
+    adjacent."""
     edge: int | None = None
     for block in range(first, geometry.num_blocks if step > 0 else -1, step):
         place = geometry.place(block)

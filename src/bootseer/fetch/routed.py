@@ -187,9 +187,8 @@ class Routed(Ledger):
         if routes is None:
             return range(file.geometry.num_blocks if file.reads_ahead else 0)
         route, first = routes.route(block, now), block // routes.run_blocks * routes.run_blocks
-        # Blocks of several stripes are separate requests to a peer.
-        is_one = step == next(iter(route.steps), None) and len(file.geometry.stripes) == 1
-        may_read_ahead = file.reads_ahead and route.may_read_ahead and is_one
+        is_first = step == next(iter(route.steps), None)
+        may_read_ahead = file.reads_ahead and route.may_read_ahead and is_first
         return range(first, first + routes.run_blocks) if may_read_ahead else range(0)
 
     def _may_ask(self, step: Hashable, purpose: Purpose, now: float) -> bool:

@@ -331,7 +331,7 @@ class Scheduler(Routed):
     ) -> Request:
         """Start a request for blocks with these stored sizes."""
         place = self.files[file].origins.index(origin)
-        blocks = range(min(sizes), max(sizes) + 1, len(self.files[file].geometry.stripes))
+        blocks = range(min(sizes), max(sizes) + 1)
         fetch = Fetch(self._next_number, file, blocks, purpose, hedge, self._timeouts[purpose], step)
         self._next_number += 1
         self._started.append(fetch)

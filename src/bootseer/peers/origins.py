@@ -207,8 +207,7 @@ class PeerOrigin:
         """`timeout_s` is unused: an owner reports that it waits for the origin, and when it gives up; silence and low
         rates have their own limits. Raises only `TransientError`: another node may serve what this one refuses."""
         # A range is sent or refused as a whole, and at level HELD only some of its blocks may be present.
-        whole = blocks.step == 1 and self.step.level is not Level.HELD
-        max_blocks = max(MAX_RANGE // index.block_size, 1) if whole else 1
+        max_blocks = 1 if self.step.level is Level.HELD else max(MAX_RANGE // index.block_size, 1)
         for first in range(0, len(blocks), max_blocks):
             yield from self._request(index, blocks[first : first + max_blocks])
 

@@ -25,7 +25,6 @@ from bootseer.peers.health import Health, PeerRequest
 from bootseer.peers.origins import run_bytes
 from bootseer.peers.server import FILLING_EVERY_S
 from bootseer.sim.engine import Engine, Flow, Link
-from bootseer.store.store import Stored
 
 STORE: Final = "store"
 Think = tuple[float, int, Sequence[int]]
@@ -41,7 +40,6 @@ class BlockFile:
         self.num_blocks = num_blocks
         self.block_bytes = block_bytes
         self.stored_block_bytes = size = max(int(block_bytes * ratio), 1)
-        self.stripes = (Stored("stripe", num_blocks * size),)
         self._places = [Place(0, block * size, size, ZSTD) for block in range(num_blocks)]
         self.place = self._places.__getitem__
 
