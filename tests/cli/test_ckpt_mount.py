@@ -91,6 +91,7 @@ def test_failed_mounts_and_unmounts_are_errors_in_one_line(tmp_path: Path, ckpt:
         assert ended.returncode != 0
         assert part in ended.stderr
         assert "Traceback" not in ended.stderr
+    assert not (tmp_path / "m").exists()
 
 
 def test_a_mount_in_use_stays_unless_it_is_forced(tmp_path: Path, ckpt: Ckpt) -> None:

@@ -37,6 +37,8 @@ def list_command(job: str, output: Output) -> None:
         except CorruptError as error:
             latest, problem = None, str(error)
         uri = files.place.uri
+        if not found and not refused and not any(files.list("")):  # a bucket has no folders that could be missing
+            problem = f"nothing is stored in {uri}"
     if latest is not None and latest not in refused and not any(one.is_latest for one in found):
         problem = f"latest names {latest}, which does not exist"
     now_s = time.time()

@@ -206,9 +206,16 @@ def _mount_point(record: Runtime, request: MountRequest, target: Path) -> Iterat
         for own in (None if "://" in place else place, request.cache, request.spool, record.root):
             if own is not None and _lies_in(own, target):
                 raise UsageError(f"{own} lies in {target}", hint="mount it beside what the mount itself needs")
+        is_new = not target.exists()
         with os_errors_as(PermanentError, target):
             target.mkdir(parents=True, exist_ok=True)
-        yield
+        try:
+            yield
+        except BaseException:
+            if is_new:  # a job that finds the folder would save its checkpoints on this machine's disk
+                with contextlib.suppress(OSError):
+                    target.rmdir()
+            raise
 
 
 def _kinds_at(target: Path) -> list[str]:
