@@ -113,22 +113,6 @@ def test_claims_of_others_are_looked_at_soon_and_many_less_often_than_few(fetchi
         assert fetcher._claims_to_check(12.0) == []
 
 
-def test_a_reader_is_not_forgotten_when_its_block_is_found_in_the_cache_by_a_prefetch(fetching, data, cache, index):
-    fetcher, _, cached = fetching(settings=FetchSettings(max_hedges=0))
-    block = cached.missing(0, len(data))[3]
-    answers = []
-    with closing(cache.open(index)) as other:
-        assert other.claim(block)
-        fetcher.read(0, block * BLOCK, 10, answers.append)
-        until(lambda: fetcher._scheduler.claims)
-        with fetcher._lock:
-            fetcher._next_check_s = float("inf")
-        other.put(block, data[block * BLOCK : (block + 1) * BLOCK])
-        fetcher.prefetch([(0, block)])
-        until(lambda: answers)
-    assert answers == [data[block * BLOCK : block * BLOCK + 10]]
-
-
 def test_requests_whose_blocks_other_processes_fetch_are_not_counted(fetching, data, cache, index):
     fetcher, store, _ = fetching(settings=FetchSettings(max_hedges=0))
     with closing(cache.open(index)) as other:

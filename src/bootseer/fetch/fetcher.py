@@ -16,7 +16,6 @@ from bootseer.cache.cached_file import Progress
 from bootseer.cache.disk import CacheFull
 from bootseer.errors import BootseerError, TransientError
 from bootseer.fetch.block_reads import Reads, closed
-from bootseer.fetch.pending import PendingRead
 from bootseer.fetch.stats import FetchStats
 from bootseer.io.executor import show_threads
 
@@ -57,15 +56,9 @@ class Fetcher(Reads):
         self._stats.hot_blocks += len(known)
         known = self._scheduler.rotate_hot(known)
         for start in range(0, len(known), _PLANNED_AT_ONCE):
-            part = known[start : start + _PLANNED_AT_ONCE]
-            here = [self._files[file].cached.ready(block) for file, block in part]
             with self._lock:
-                now, complete = time.monotonic(), list[PendingRead]()
-                for key, is_here in zip(part, here, strict=True):
-                    if is_here:
-                        complete += self._block_available(key, None, now)
-                self._scheduler.want_hot(part)
-                actions = self._advance(now, complete)
+                self._scheduler.want_hot(known[start : start + _PLANNED_AT_ONCE])
+                actions = self._advance(time.monotonic())
             self._run_actions(actions)
 
     def stream_rest(self, *, full_speed: bool = False) -> None:
