@@ -164,9 +164,9 @@ class Reads:
         """
         with self._lock:
             self._closed = True
-            reads = self._pending.close_all()
+            reads = self._pending.take_expired(float("inf"))
             self._changed.notify_all()
-        for read in reads:
+        for read, _ in reads:
             _answer(read, closed())
         until = time.monotonic() + timeout_s
         self._workers.close(timeout_s)

@@ -83,12 +83,6 @@ class PendingReads:
         read.held = {}  # its caller may keep the object
         return missing
 
-    def close_all(self) -> list[PendingRead]:
-        reads = list(self._reads)
-        for read in reads:
-            self.close(read)
-        return reads
-
     @property
     def next_deadline(self) -> float | None:
         return min((read.deadline for read in self._reads), default=None)
