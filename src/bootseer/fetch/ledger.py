@@ -7,7 +7,6 @@ decides what to start when. Decides and touches nothing.
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -135,15 +134,6 @@ class OriginQueues(Struct, eq=False):
         else:
             self.cold.appendleft((key[0], range(key[1], key[1] + 1)))
 
-    def postpone(self, key: Key, until: float) -> None:
-        """Retry a block at `until`."""
-        heapq.heappush(self.postponed, (until, key))
-
-    def due(self, now: float) -> Iterator[Key]:
-        """Remove and return the blocks whose next attempt is due."""
-        while self.postponed and self.postponed[0][0] <= now:
-            yield heapq.heappop(self.postponed)[1]
-
 
 class FileState(Struct):
     """One block file."""
@@ -170,6 +160,18 @@ class Request(Struct):
     """The hedge credit that it cost."""
 
 
+class Plan(Struct):
+    """What to do now: collected by the events, returned by the next `tick`."""
+
+    fetches: list[Fetch] = field(default_factory=list)
+    cancelled: list[int] = field(default_factory=list)
+    """Running requests that cannot bring anything new any more."""
+    given_up: list[tuple[int, int, BootseerError]] = field(default_factory=list)
+    """File, block and reason: blocks that readers will not get."""
+    wake_at: float | None = None
+    """When to call `tick` at the latest; None: not before the next event."""
+
+
 class Ledger:
     """The state of one fetcher's files."""
 
@@ -190,8 +192,7 @@ class Ledger:
         nothing since."""
         self.hot_left = 0
         """Hot blocks that are neither cached nor given up."""
-        self.redundant: list[int] = []
-        """Running requests without outstanding blocks, returned by the next `tick`."""
+        self.plan = Plan()
         self.stats = FetchStats()
 
     def origin_of(self, key: Key) -> OriginQueues:
@@ -344,7 +345,7 @@ class Ledger:
             self._remove_outstanding(request, block)
             if not request.left:
                 request.cancelled = True
-                self.redundant.append(request.fetch.number)
+                self.plan.cancelled.append(request.fetch.number)
 
     def _remove_demand(self, key: Key, wanted: Wanted) -> None:
         self.demanded.discard(key)

@@ -254,12 +254,9 @@ class Routed(Ledger):
 
     def _ahead(self, origin: OriginQueues, purpose: Purpose, now: float) -> Iterator[tuple[Key, Hashable]]:
         """The next blocks to prefetch, each with its route step. Moves others from the peers to the store."""
-        if origin is self._peers:
-            yield from (self._hot_ahead if purpose is Purpose.HOT else self._cold_ahead)(origin, now)
-            return
-        find = self._next_hot if purpose is Purpose.HOT else self._next_cold
-        while (key := find(origin)) is not None:
-            yield key, None
+        if purpose is Purpose.HOT:
+            return self._hot_ahead(origin, now)
+        return self._cold_ahead(origin, now) if origin is self._peers else self._cold_of_store(origin)
 
     def _hot_candidates(self, origin: OriginQueues) -> Iterator[Key]:
         """Hot blocks to prefetch, in order. Some of them may not be prefetched from this origin (`_is_next`)."""
@@ -270,28 +267,26 @@ class Routed(Ledger):
             return self.trust.near(origin.pace.window_bytes(), self.wanted.__contains__)
         return iter(origin.hot)
 
-    def _next_hot(self, origin: OriginQueues) -> Key | None:
-        return next((key for key in self._hot_candidates(origin) if self._is_next(key, Purpose.HOT, origin)), None)
-
-    def _next_cold(self, origin: OriginQueues) -> Key | None:
-        while origin.cold:
-            file, blocks = origin.cold[0]
-            for position, block in enumerate(blocks):
-                if self._is_next((file, block), Purpose.COLD, origin):
-                    origin.cold[0] = file, blocks[position:]
-                    return file, block
-                self._make_cold((file, block))
-            origin.cold.popleft()
-        return None
-
-    def _hot_ahead(self, peers: OriginQueues, now: float) -> Iterator[tuple[Key, Hashable]]:
-        for key in islice(self._hot_candidates(peers), _MAX_EXAMINED):
-            if self._is_next(key, Purpose.HOT, peers):
-                step, store = self._step(key, now), self.files[key[0]].origins[1]
-                if step is not None:
+    def _hot_ahead(self, origin: OriginQueues, now: float) -> Iterator[tuple[Key, Hashable]]:
+        has_peers = origin is self._peers
+        for key in islice(self._hot_candidates(origin), _MAX_EXAMINED if has_peers else None):
+            if self._is_next(key, Purpose.HOT, origin):
+                step = self._step(key, now) if has_peers else None
+                if step is not None or not has_peers:
                     yield key, step
-                elif self._only_near or len(store.hot) < _MAX_MOVED:  # few are near
+                elif self._only_near or len(self.files[key[0]].origins[1].hot) < _MAX_MOVED:  # few are near
                     self._move_to_store(key)
+
+    def _cold_of_store(self, store: OriginQueues) -> Iterator[tuple[Key, Hashable]]:
+        while store.cold:
+            file, blocks = store.cold[0]
+            for position, block in enumerate(blocks):
+                if self._is_next((file, block), Purpose.COLD, store):
+                    store.cold[0] = file, blocks[position:]
+                    yield (file, block), None
+                else:
+                    self._make_cold((file, block))
+            store.cold.popleft()
 
     def _cold_ahead(self, peers: OriginQueues, now: float) -> Iterator[tuple[Key, Hashable]]:
         """The first block of each of the next cold runs."""

@@ -25,12 +25,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable
 from functools import partial
-
-from msgspec import Struct
+from heapq import heappop, heappush
 
 from bootseer.errors import BootseerError, CorruptError, PermanentError
 from bootseer.fetch.fetch_settings import FetchSettings, Purpose
-from bootseer.fetch.ledger import ELSEWHERE, Fetch, Key, OriginQueues, Request, Wanted
+from bootseer.fetch.ledger import ELSEWHERE, Fetch, Key, OriginQueues, Plan, Request, Wanted
 from bootseer.fetch.routed import RETRY_S, Routed
 
 # Minimum delay until the next call: a clock may not advance.
@@ -39,18 +38,6 @@ _MIN_SLEEP_S = 0.001
 _REQUESTS_PER_WINDOW = 4
 # Half of what is in flight may wait at owners for the store, whereas requests to a store all transfer data.
 _PEER_WINDOWS = 2
-
-
-class Plan(Struct, frozen=True):
-    """What to do now."""
-
-    fetches: list[Fetch]
-    cancelled: list[int]
-    """Running requests that cannot bring anything new any more."""
-    given_up: list[tuple[int, int, BootseerError]]
-    """File, block and reason: blocks that readers will not get."""
-    wake_at: float | None
-    """When to call `tick` at the latest; None: not before the next event."""
 
 
 class Scheduler(Routed):
@@ -66,8 +53,6 @@ class Scheduler(Routed):
             Purpose.COLD: settings.cold_timeout_s,
         }
         self._attempts = {Purpose.HOT: settings.hot_attempts, Purpose.COLD: settings.cold_attempts}
-        self._started: list[Fetch] = []
-        self._given_up: list[tuple[int, int, BootseerError]] = []
         self._hedge_credit = settings.first_hedge_credit
         self.prefetch_error: BootseerError | None = None
         """Why a prefetch was given up most recently."""
@@ -188,7 +173,8 @@ class Scheduler(Routed):
         """The requests to start now, and when to call again."""
         origins = list(self.origins.values())
         for origin in origins:
-            for key in origin.due(now):
+            while origin.postponed and origin.postponed[0][0] <= now:
+                _, key = heappop(origin.postponed)
                 wanted = self.wanted.get(key)
                 if wanted is not None and wanted.postponed:
                     wanted.postponed = False
@@ -202,10 +188,9 @@ class Scheduler(Routed):
         if self._cold_from(now) <= now:
             for origin in origins:
                 self._start_prefetch(origin, Purpose.COLD, origin.pace.window_bytes(), now)
-        fetches, self._started = self._started, []
-        cancelled, self.redundant = self.redundant, []
-        given_up, self._given_up = self._given_up, []
-        return Plan(fetches, cancelled, given_up, self._wake_at(now))
+        plan, self.plan = self.plan, Plan()
+        plan.wake_at = self._wake_at(now)
+        return plan
 
     def _start_demand(self, origin: OriginQueues, now: float) -> None:
         if origin is not self._peers and now < origin.pace.paused_until:  # each peer has pauses of its own
@@ -334,7 +319,7 @@ class Scheduler(Routed):
         blocks = range(min(sizes), max(sizes) + 1)
         fetch = Fetch(self._next_number, file, blocks, purpose, hedge, self._timeouts[purpose], step)
         self._next_number += 1
-        self._started.append(fetch)
+        self.plan.fetches.append(fetch)
         request = self.running[fetch.number] = Request(fetch, origin, sizes, now)
         total = sum(sizes.values())
         self.inflight_bytes += total
@@ -421,12 +406,12 @@ class Scheduler(Routed):
             return
         origin = self.origin_of(key)
         if wanted.readers and origin.pace.is_down(now):
-            self._given_up.append((*key, error))
+            self.plan.given_up.append((*key, error))
             while wanted.readers:
                 self._remove_reader(key)
             return
         wanted.postponed = True
-        origin.postpone(key, max(now + self._backoff_s(wanted), origin.pace.paused_until))
+        heappush(origin.postponed, (max(now + self._backoff_s(wanted), origin.pace.paused_until), key))
 
     def _backoff_s(self, wanted: Wanted) -> float:
         """The pause before the next attempt."""
@@ -441,7 +426,7 @@ class Scheduler(Routed):
 
     def _give_up(self, key: Key, wanted: Wanted, error: BootseerError) -> None:
         if wanted.readers:
-            self._given_up.append((*key, error))
+            self.plan.given_up.append((*key, error))
         if wanted.prefetch is not None:
             self.stats.dropped += 1
             self.prefetch_error = error
@@ -466,7 +451,8 @@ class Scheduler(Routed):
             times.append(self._cold_from(now))
         peers = self._peers
         if peers is not None:
-            hot = not self._hot_suspended and self._next_hot(peers) is not None
+            queued = () if self._hot_suspended else self._hot_candidates(peers)
+            hot = any(self._is_next(key, Purpose.HOT, peers) for key in queued)
             if peers.demand or hot or (peers.cold and self._cold_from(now) <= now):
                 times.append(now + RETRY_S)
         times = [time for time in times if time > now and time != float("inf")]
