@@ -28,8 +28,8 @@ def without_patience() -> None:
     """An owner that waits for the origin counts as late, and every node may use the origin itself."""
     route = choice.Members.route
 
-    def routed(self: choice.Members, file: str, run: int, *nodes: frozenset[str]) -> choice.Route:
-        return replace(route(self, file, run, *nodes), may_ask_origin=True)
+    def routed(self: choice.Members, file: str, run: int, *how: object) -> choice.Route:
+        return replace(route(self, file, run, *how), may_ask_origin=True)
 
     health.Health.late_at = lambda self, request: request.begun_s + GIVE_UP_S  # type: ignore[method-assign]
     choice.Members.route = routed  # type: ignore[method-assign]

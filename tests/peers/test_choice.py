@@ -63,6 +63,21 @@ def test_an_owner_asked_by_its_rack_may_ask_further_and_one_asked_by_an_owner_ma
             assert levels in ([], [Level.RACK], [Level.GLOBAL], [Level.RACK, Level.GLOBAL])
 
 
+def test_a_node_asked_as_an_owner_asks_no_owner_of_that_level_and_then_the_origin() -> None:
+    peers, ahead = job(64, 4), frozenset({"n1", "n2"})
+    allowed = {Level.RACK: {Level.GLOBAL, Level.HELD}, Level.GLOBAL: {Level.HELD}}
+    seen = set()
+    for asked, levels in allowed.items():
+        for peer in peers:
+            route = Members(peers, peer.name).route(FILE, 1, ahead=ahead, asked=asked)
+            found = {step.level for step in route.steps}
+            assert found <= levels
+            assert len(found) == 1
+            assert route.may_ask_origin or found == {Level.GLOBAL}
+            seen |= {(asked, level) for level in found}
+    assert seen == {(asked, level) for asked, levels in allowed.items() for level in levels}
+
+
 def test_racks_that_are_small_or_unknown_make_no_level() -> None:
     for peers in (job(12, 4), job(32, 1)):
         assert all(

@@ -96,21 +96,30 @@ class Members:
         return next((at / len(self.peers) for at, peer in enumerate(self.peers) if peer.name == self.own), 0.0)
 
     def route(
-        self, file: str, run: int, absent: frozenset[str] = frozenset(), ahead: frozenset[str] = frozenset()
+        self,
+        file: str,
+        run: int,
+        absent: frozenset[str] = frozenset(),
+        ahead: frozenset[str] = frozenset(),
+        asked: Level | None = None,
     ) -> Route:
         """Where this node gets a run of a file (identified by its index).
 
         `absent`: peers that are excluded now; the next in rank replace them, so that at most two nodes ask the origin
         for a run whatever happens to its owners. `ahead`: nodes that started to read the file before this one; the two
-        of them that fetched the run in its place are asked first.
+        of them that fetched the run in its place are asked first. `asked`: the level at which another node asked this
+        one for the run, if it does not read the file itself: an owner in a rack asks only the global owners, and these
+        no owners.
         """
-        return self._route(file, run, absent, ahead)
+        return self._route(file, run, absent, ahead, asked)
 
     def owner(self, file: str, unit: int, absent: frozenset[str] = frozenset()) -> Peer | None:
         """The node that records which nodes read a unit of a file, in any rack; None if all are excluded."""
         return next(iter(self._first(f"{file}/{unit}".encode(), absent)), None)
 
-    def _find_route(self, file: str, run: int, absent: frozenset[str], ahead: frozenset[str]) -> Route:
+    def _find_route(
+        self, file: str, run: int, absent: frozenset[str], ahead: frozenset[str], asked: Level | None
+    ) -> Route:
         key = f"{file}/{run}".encode()
         # Without racks: the first in rank has no steps and asks the origin at once; the second asks the first, then the
         # origin; all others ask these two. So the origin sends a run twice at most, as long as one of the two is alive.
@@ -129,12 +138,14 @@ class Members:
             else:
                 second = tuple(Step(peer, Level.RACK) for peer in local[1:])
             steps = (to_owner, *second)
-        return Route(steps or self.holders(file, run, ahead - absent), any(is_first))
-
-    def holders(self, file: str, run: int, ahead: frozenset[str]) -> tuple[Step, ...]:
-        """Which of the nodes that have parts of a file to ask for a run before the origin."""
-        others = [peer for peer in self.peers if peer.name in ahead and peer.name != self.own]
-        return tuple(Step(peer, Level.HELD) for peer in _ranked(f"{file}/{run}".encode(), others)) if others else ()
+        if asked is not None:
+            steps = tuple(step for step in steps if (asked, step.level) == (Level.RACK, Level.GLOBAL))
+        if not steps:
+            others = [peer for peer in self.peers if peer.name in ahead - absent and peer.name != self.own]
+            steps = tuple(Step(peer, Level.HELD) for peer in _ranked(key, others))
+            # A node asked as an owner may ask the origin, whatever its own list says.
+            return Route(steps, any(is_first) or asked is not None)
+        return Route(steps, any(is_first))
 
     def _first(self, key: bytes, absent: frozenset[str]) -> tuple[Peer, ...]:
         """The two highest-ranked nodes; with racks, the owners within the two highest-ranked racks."""

@@ -53,15 +53,12 @@ class Sent:
 class PeerGroup:
     """The job's other nodes, as seen by one process. Safe for many threads."""
 
-    def __init__(self, job: JobPeers, *, levels: frozenset[Level] | None = None) -> None:
-        """`levels`: at which others may be asked; None: at all. A service that fetches for its rack asks no owner in
-        it."""
+    def __init__(self, job: JobPeers) -> None:
         self.job = job
         self.lock = threading.Lock()
         self.client = Client(job.secret, job.pace, tls=job.tls)
         self.health = Health()
         self.sent: dict[str, Sent] = {}
-        self._levels = levels
 
     @classmethod
     def of_environment(cls, on_problem: Callable[[str], None]) -> PeerGroup | None:
@@ -80,17 +77,6 @@ class PeerGroup:
         except OSError as error:
             _LOG.warning("this node does not serve %s: %s", index.identity[:16], error)
         return FilePeers(self, index)
-
-    def route(self, file: str, run: int, absent: frozenset[str]) -> Route:
-        """Where this node gets a run of a file."""
-        members, ahead = self.job.members(), self.job.ahead(file)
-        route = members.route(file, run, absent, ahead)
-        if self._levels is not None:
-            steps = tuple(step for step in route.steps if step.level in self._levels)
-            # A node asked as an owner may ask the origin, whatever its own list says.
-            may_ask_origin = route.may_ask_origin or not steps
-            return Route(steps or members.holders(file, run, ahead - absent), may_ask_origin)
-        return route
 
     def begin(self, peer: Peer, length: int) -> tuple[Watch, Sent, str]:
         """A request begins: who watches it, what counts it, and its address. Concurrent requests are spread over the
@@ -153,8 +139,10 @@ class PeerGroup:
 class FilePeers:
     """The nodes as origins of one file: `fetch.block_request.Peers`."""
 
-    def __init__(self, group: PeerGroup, index: Index) -> None:
+    def __init__(self, group: PeerGroup, index: Index, asked: Level | None = None) -> None:
+        """`asked`: as of `Members.route`."""
         self._group = group
+        self._asked = asked
         self._identity = index.identity
         self.run_blocks = max(run_bytes(index.size_bytes) // index.block_size, 1)
         self._routes: dict[int, Route] = {}
@@ -173,7 +161,8 @@ class FilePeers:
         if absent is not self._absent or now >= self._routes_until_s:
             self._routes, self._absent, self._routes_until_s = {}, absent, now + _ROUTES_S
         if run not in self._routes:
-            self._routes[run] = group.route(self._identity, run, absent)
+            members, ahead = group.job.members(), group.job.ahead(self._identity)
+            self._routes[run] = members.route(self._identity, run, absent, ahead, self._asked)
         return self._routes[run]
 
     def at(self, step: Step) -> PeerOrigin:

@@ -78,8 +78,7 @@ class BlockFiles:
         self._fetcher = Fetcher(WITHOUT_READ_AHEAD, on_problem=lambda problem: _LOG.warning("%s", problem))
         self._stores: dict[tuple[str, bool], Store] = {}
         self._cached: list[CachedFile] = []
-        self._groups: list[PeerGroup] = []
-        """The peers to ask as a global owner, and as an owner in a rack: never owners of the same level."""
+        self._group: PeerGroup | None = None
 
     def open(self, job: JobPeers, identity: str) -> Content | None:
         source = job.block_source(identity)
@@ -90,16 +89,11 @@ class BlockFiles:
             self._stores[place] = open_store(source.store, plain_http=source.plain_http, mirrored=True)
         cached = Cache(source.cache).open(source.index)
         self._cached.append(cached)
-        if not self._groups:
-            asked = frozenset({Level.HELD}), frozenset({Level.HELD, Level.GLOBAL})
-            self._groups = [PeerGroup(job, levels=levels) for levels in asked]
+        group = self._group = self._group or PeerGroup(job)
         add = partial(self._fetcher.add, source.index, self._stores[place], cached)
-        ahead, owners = (FilePeers(group, source.index) for group in self._groups)
-        return _BlockFile(
-            cached,
-            self._fetcher,
-            {Level.GLOBAL: add(peers=ahead), Level.RACK: add(peers=owners)},
-        )
+        levels = (Level.GLOBAL, Level.RACK)
+        numbers = {level: add(peers=FilePeers(group, source.index, level)) for level in levels}
+        return _BlockFile(cached, self._fetcher, numbers)
 
     def figures(self) -> dict[str, object]:
         """What was fetched from stores for other nodes."""
@@ -108,8 +102,8 @@ class BlockFiles:
 
     def close(self) -> None:
         self._fetcher.close(1.0)
-        for group in self._groups:
-            group.close()
+        if self._group is not None:
+            self._group.close()
         for cached in self._cached:
             cached.close()
         for store in self._stores.values():

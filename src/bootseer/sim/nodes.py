@@ -158,11 +158,11 @@ class Job:
 class _Routes:
     """The routes of one file in one process; implements `fetch.routed.Routes`."""
 
-    def __init__(self, loader: Loader, members: Members, file: BlockFile, levels: frozenset[Level]) -> None:
+    def __init__(self, loader: Loader, members: Members, file: BlockFile, asked: Level | None) -> None:
         self._loader = loader
         self._members = members
         self._identity = file.identity
-        self._levels = levels if len(levels) < len(Level) else None
+        self._asked = asked
         self.run_blocks = max(run_bytes(file.num_blocks * file.block_bytes) // file.block_bytes, 1)
 
     @property
@@ -171,10 +171,7 @@ class _Routes:
 
     def route(self, block: int, now: float) -> Route:
         absent = self._loader.health.absent(now, self._identity)
-        route = self._members.route(self._identity, block // self.run_blocks, absent)
-        if self._levels is None:
-            return route
-        return Route(tuple(step for step in route.steps if step.level in self._levels), route.may_ask_origin)
+        return self._members.route(self._identity, block // self.run_blocks, absent, asked=self._asked)
 
 
 @dataclass(eq=False)
@@ -209,13 +206,13 @@ class Loader:
         self._requests: dict[int, _Request] = {}
         self._wake_s: float | None = None
         self._num_files = len(job.files)
-        levels = frozenset({Level.GLOBAL}) if is_service else frozenset(Level)
+        asked = Level.RACK if is_service else None
         for at in range(2 if is_service else 1):  # a service has each file twice: from the store, and by global owners
             for file in job.files:
                 if members is None or (is_service and at == 0):
                     self.scheduler.add(file, STORE)
                 else:
-                    self.scheduler.add(file, STORE, _Routes(self, members, file, levels))
+                    self.scheduler.add(file, STORE, _Routes(self, members, file, asked))
 
     # Requests of readers
 
