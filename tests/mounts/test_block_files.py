@@ -24,7 +24,7 @@ from bootseer.blocks.writer import BlockWriter
 from bootseer.errors import BootseerError, NotFoundError
 from bootseer.fetch.fetch_settings import FetchSettings
 from bootseer.fetch.fetcher import Fetcher
-from bootseer.fetch.record import read_record
+from bootseer.fetch.hotset import Record
 from bootseer.fuse.session import Session
 from bootseer.mounts.block_files import BlockFileService
 from bootseer.mounts.layers import mount_erofs
@@ -100,11 +100,9 @@ def shown(place: Path) -> Iterator[Shown]:
 
 
 def test_an_image_in_a_store_is_mounted_and_recorded(place: Path, stored: Stored, shown: Shown) -> None:
-    record, handed = place / "record", []
+    handed: list[Record] = []
     session = shown.show(
-        BlockFileService(
-            (stored.index,), stored.store, place / "cache", record=record, on_record=handed.append, rest=False
-        )
+        BlockFileService((stored.index,), stored.store, place / "cache", on_record=handed.append, rest=False)
     )
     (place / "at").mkdir()
     mount_erofs(session.target / stored.index.identity, place / "at")
@@ -116,8 +114,7 @@ def test_an_image_in_a_store_is_mounted_and_recorded(place: Path, stored: Stored
     assert status["fetch"]["failed_reads"] == 0
     assert served.recorder is not None
     served.recorder.close()
-    assert handed == [record]
-    needs = read_record(record).needs
+    ((needs,),) = ([each.needs] for each in handed)
     assert {need.file for need in needs} == {stored.index.identity}
     assert len(needs) == status["fetch"]["needs"]
     assert shown.said == []
@@ -163,9 +160,7 @@ def test_the_rest_waits_until_training_began(
     """Otherwise, while the nodes of a job read their checkpoints, the rest of the image would use their links."""
     hot = [(stored.index.identity, 3)]
     monkeypatch.setattr("bootseer.mounts.block_files.Fetcher", partial(Fetcher, FetchSettings(silence_s=0.1)))
-    shown.show(
-        BlockFileService((stored.index,), stored.store, place / "cache", hot_blocks=hot, record=place / "record")
-    )
+    shown.show(BlockFileService((stored.index,), stored.store, place / "cache", hot_blocks=hot, on_record=print))
     served = shown.served[0]
 
     def ready() -> int:
@@ -298,7 +293,8 @@ from bootseer.mounts.serve import DaemonSpec
 from bootseer.mounts.block_files import BlockFileService
 place = Path(sys.argv[1])
 index = Index.parse((place / "index").read_bytes())
-what = BlockFileService((index,), str(place / "store"), place / "cache", record=place / "record")
+keep = lambda record: (place / "record").write_text(str(len(record.needs)))
+what = BlockFileService((index,), str(place / "store"), place / "cache", on_record=keep)
 daemon = start_daemon(DaemonSpec(place / "daemon", what))
 assert (daemon.folder / "files" / index.identity).read_bytes() == (place / "image").read_bytes()
 status = daemon.status()
@@ -315,4 +311,4 @@ def test_a_real_daemon_from_store_to_record(place: Path, stored: Stored) -> None
     ended = subprocess.run([sys.executable, "-c", REAL, str(place)], capture_output=True, text=True, check=False)
     assert ended.stderr == ""
     assert json.loads(ended.stdout) == [0, NotFoundError.__name__]
-    assert len(read_record(place / "record").needs) == stored.index.num_blocks
+    assert (place / "record").read_text() == str(stored.index.num_blocks)

@@ -28,7 +28,6 @@ from bootseer.fetch.hotset import (
     encode_hot_set,
     parse_hot_set,
 )
-from bootseer.fetch.record import read_record
 from bootseer.store.open import open_store
 from bootseer.store.store import Store
 
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 _READ_S = 5.0
 """A start waits no longer for a set: without one it is slower, but correct."""
 MERGED = "kept"
-"""A file beside a record: the record was merged into the hot set. It holds the problems of the merge, as JSON lines."""
+"""A file in a mount's folder: its record was merged into the hot set. It holds the problems of the merge, as JSON."""
 
 
 def hotset_name(digest: str, workload: str) -> str:
@@ -149,20 +148,19 @@ class HotSets:
         return found
 
 
-def merge_record(options: MountOptions, digest: str, store_uri: str | None, path: Path) -> None:
-    """Merge the finished record of a start, at `path`, into its hot set. For the daemon, which opens its own stores.
+def merge_record(options: MountOptions, digest: str, store_uri: str | None, merged: Path, record: Record) -> None:
+    """Merge the record of a start into its hot set. For the daemon, which opens its own stores.
 
-    `store_uri`: the store to publish in; None: the set stays on the node. Problems go into the file `MERGED`.
+    `store_uri`: the store to publish in; None: the set stays on the node. Problems go into the file `merged`.
     """
     notes: list[str] = []
     try:
-        record = read_record(path)
         if record.needs:
             store = open_store(store_uri, plain_http=options.plain_http) if store_uri is not None else None
             sets = HotSets(options.cache, digest, store, notes.append, options.signatures)
             sets.add_record(options.workload, record, publish=store is not None, imports=_text_of(options.imports))
     finally:
-        path.with_name(MERGED).write_text(json.dumps(notes))
+        merged.write_text(json.dumps(notes))
 
 
 def _text_of(path: Path | None) -> str:

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
 _LOG = logger(__name__)
 _MAX_NAMES = 200
-RECORD = "record"
-"""The file in a mount's folder that records what the start needed."""
 
 
 class MountOptions(Struct, frozen=True, kw_only=True):
@@ -149,9 +147,7 @@ class Materializer:
             with contextlib.suppress(BootseerError):
                 self.daemon.stop()
             self.daemon = None
-            # The next daemon writes its own record.
-            for name in (RECORD, MERGED):
-                (self.folder / name).unlink(missing_ok=True)
+            (self.folder / MERGED).unlink(missing_ok=True)  # the next daemon has its own record
 
     def _missing_and_plan(self, *, needs_daemon: bool = False) -> tuple[list[CachedFile], list[Block] | None]:
         """The incomplete layers, and the hot blocks. Pulls everything if that is predicted to be faster."""
@@ -234,27 +230,27 @@ class Materializer:
         make_tree: MakeTree | None = None,
         at: Path | None = None,
     ) -> Daemon:
-        from bootseer.artifact.hotsets import merge_record
+        from bootseer.artifact.hotsets import MERGED, merge_record
         from bootseer.mounts.block_files import BlockFileService
         from bootseer.mounts.serve import DaemonSpec
         from bootseer.mounts.trees import LazyFiles
 
         subject, options = self.subject, self.options
         publish_in = subject.store_uri if options.publish and subject.is_shared else None
+        merged = self.folder / MERGED
         opened = BlockFileService(
             files=tuple(layer.index for layer in served),
             store=subject.store_uri,
             cache_root=self.cache.root,
             plain_http=options.plain_http,
-            record=self.folder / RECORD if options.workload else None,
-            on_record=partial(merge_record, options, subject.digest, publish_in),
+            on_record=partial(merge_record, options, subject.digest, publish_in, merged) if options.workload else None,
             hot_blocks=plan or (),
             make_tree=make_tree or LazyFiles,
             rest=self.space.has_room(self._missing_size()),
         )
         label = f"bootseer:{subject.name}"
         # A restarted daemon does not record: half a startup would be taken for the needs of a whole one.
-        again = replace(opened, record=None)
+        again = replace(opened, on_record=None)
         spec = DaemonSpec(self.folder, opened, label, at=at, lifeline=self.lifeline, reopen=again)
         with self.show(f"waiting for the mount daemon of {subject.name}", "") as on_progress:
             return start_daemon(spec, waiting=lambda: on_progress(0, 0))

@@ -19,8 +19,8 @@ from bootseer.cache.cache import Cache
 from bootseer.cache.cached_file import CachedFile
 from bootseer.errors import BootseerError
 from bootseer.fetch.fetcher import Fetcher
-from bootseer.fetch.hotset import Availability
-from bootseer.fetch.record import RecordWriter
+from bootseer.fetch.hotset import Availability, Record
+from bootseer.fetch.record import Recorder
 from bootseer.fuse.filesystem import Tree
 from bootseer.fuse.session import Session, mount
 from bootseer.mounts.daemon import open_peers
@@ -45,10 +45,8 @@ class BlockFileService(Struct, frozen=True):
     """URI of the store that holds their stripes."""
     cache_root: Path
     plain_http: bool = False
-    record: Path | None = None
-    """Where to write the record of this startup; the file must not exist."""
-    on_record: Callable[[Path], None] = lambda path: None
-    """Called with the finished record."""
+    on_record: Callable[[Record], object] | None = None
+    """Called with the finished record of this startup; None: it is not recorded."""
     hot_blocks: Sequence[tuple[str, int]] = ()
     """The blocks that earlier startups needed, as file identity and block, the earliest first."""
     rest: bool = True
@@ -72,9 +70,9 @@ class _OpenBlockFiles(Served):
         self._cached: list[CachedFile] = []
         self._store: Store | None = None
         self._sync_errors: set[str] = set()
-        self.recorder: RecordWriter | None = None
-        if spec.record is not None:
-            self.recorder = RecordWriter(spec.record, started_s=time.time(), on_finished=spec.on_record)
+        self.recorder: Recorder | None = None
+        if spec.on_record is not None:
+            self.recorder = Recorder(spec.on_record)
         self._peers = open_peers(on_error)
         self.fetcher = Fetcher(on_need=self._record_need if self.recorder else None, on_problem=on_error)
         try:

@@ -36,7 +36,7 @@ _OOM_SCORE = "-500"
 _BUSY_S = 2.0
 """The kernel releases files a moment after their last use, so an unmount that fails with EBUSY is retried this long."""
 _HAND_OVER_S = 10.0
-"""How long shutdown waits for the record to be handed over. It stays on the disk in any case."""
+"""How long shutdown waits for the record to be handed over; afterwards it is lost."""
 _LOG = logs.logger(__name__)
 
 
@@ -47,7 +47,7 @@ class Recorder(Protocol):
         """The startup is over: no later need belongs to it."""
 
     def close(self) -> None:
-        """Write what is pending, and hand the record over."""
+        """Hand the record over."""
 
 
 class Served:
@@ -263,7 +263,7 @@ class _MountDaemon:
         thread = threading.Thread(target=self._hand_over, args=(recorder,), name="hand over", daemon=True)
         try:
             thread.start()
-        except RuntimeError as error:  # no thread can be started; the record stays on the disk
+        except RuntimeError as error:  # no thread can be started: the record is lost
             _LOG.warning("the record was not handed over: %s", error)
         else:
             self._handing_over = thread
@@ -271,7 +271,7 @@ class _MountDaemon:
     def _hand_over(self, recorder: Recorder) -> None:
         try:
             recorder.close()
-        except Exception as error:  # the record stays on the disk; the mount goes on
+        except Exception as error:  # the record is lost; the mount goes on
             _LOG.warning("the record was not handed over: %s: %s", type(error).__name__, error)
 
     def unmount(self, *, force: bool) -> None:
