@@ -26,7 +26,7 @@ from nodes_site import BOOTSEER, PYTHON, Script, Site, nodes, start, wait_until_
 from bootseer.cache.cache import Cache
 from bootseer.erofs.reader import ErofsReader
 from bootseer.errors import BootseerError
-from bootseer.fetch.hotset import Need, parse_hot_set
+from bootseer.fetch.hotset import Block, parse_hot_set
 from hdfs_cluster import HdfsCluster
 from registry import free_port
 
@@ -119,22 +119,21 @@ def _plan(site: Site, folder: Path, here: Origin, work: str) -> str:
 def _reads(cache: Path) -> Iterator[str]:
     """The lines of the plan, from the newest record and the complete layers in a node's cache."""
     kinds: dict[str, str] = {}
-    needs: list[tuple[float, Need]] = []
+    needs: list[tuple[float, Block]] = []
     for path in sorted((cache / "hotsets").rglob("*")):
         if not path.is_file():
             continue
         with contextlib.suppress(BootseerError):
             newest = parse_hot_set(path.read_bytes()).records[-1]
-            kinds |= dict.fromkeys(
-                (need.file for need in newest.needs), "image" if path.name == RECORDED else "environment"
-            )
-            needs += [(newest.started_s + need.t_ms / 1000, need) for need in newest.needs]
-    files = dict(_files(Cache(cache / "blocks"), {need.file for _, need in needs}))
+            kind = "image" if path.name == RECORDED else "environment"
+            kinds |= {file: kind for file, _ in newest.needs}
+            needs += [(newest.started_s + t_ms / 1000, block) for block, t_ms in newest.needs.items()]
+    files = dict(_files(Cache(cache / "blocks"), {file for _, (file, _) in needs}))
     before = min((at for at, _ in needs), default=0.0)
-    for at, need in sorted(needs, key=lambda pair: pair[0]):
-        extents, size = files[need.file]
-        for path, offset, length in _parts(extents, need.block * size, size):
-            yield f"{kinds[need.file]} {(at - before) * 1000:.0f} {offset} {length} {path}\n"
+    for at, (file, block) in sorted(needs, key=lambda pair: pair[0]):
+        extents, size = files[file]
+        for path, offset, length in _parts(extents, block * size, size):
+            yield f"{kinds[file]} {(at - before) * 1000:.0f} {offset} {length} {path}\n"
             before = at
 
 

@@ -10,7 +10,7 @@ from bootseer.artifact.hotsets import HotSets, hotset_name
 from bootseer.artifact.signatures import UNSIGNED, Signatures
 from bootseer.artifact.workload import is_publisher
 from bootseer.errors import AccessError, TransientError
-from bootseer.fetch.hotset import Availability, HotSet, Need, Record, encode_hot_set
+from bootseer.fetch.hotset import HotSet, Record, encode_hot_set
 from bootseer.store.file import FileStore
 from bootseer.store.store import Upload
 from signing_keys import make_key, trust
@@ -21,9 +21,7 @@ FILE = "cd" * 32
 
 
 def record(started_s: float, *blocks: int) -> Record:
-    return Record(
-        started_s, 1000, tuple(Need(FILE, block, 10 * i, Availability.MISSING) for i, block in enumerate(blocks))
-    )
+    return Record(started_s, 1000, {(FILE, block): 10 * i for i, block in enumerate(blocks)})
 
 
 class ReadOnly(FileStore):

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from bootseer.fetch.hotset import MAX_RUNS, Availability, HotSet, Need, Record
+from bootseer.fetch.hotset import MAX_RUNS, HotSet, Record
 
 FILE = "ab" * 32
 EMPTY = HotSet("image", "workload")
@@ -12,7 +12,7 @@ EMPTY = HotSet("image", "workload")
 
 def run(number: int, blocks, *, duration_ms: int = 60_000) -> Record:
     """A startup that needs these blocks, one each 10 ms."""
-    needs = tuple(Need(FILE, block, 10 * at, Availability.MISSING) for at, block in enumerate(dict.fromkeys(blocks)))
+    needs = {(FILE, block): 10 * at for at, block in enumerate(dict.fromkeys(blocks))}
     return Record(float(number), duration_ms, needs)
 
 
@@ -90,7 +90,7 @@ def test_runs_of_the_image_in_other_blocks_are_no_part_of_a_plan_and_one_new_run
     other = "cd" * 32
     old = [run(number, range(30)) for number in range(6)]
     assert not merged(*old).of_files([other]).records
-    new = replace(run(6, range(8)), needs=tuple(replace(need, file=other) for need in run(6, range(8)).needs))
+    new = replace(run(6, range(8)), needs={(other, block): block for block in range(8)})
     assert merged(*old, new).of_files([other]).plan() == [(other, block) for block in range(8)]
     assert planned(merged(*old, new).of_files([FILE])) == list(range(30))
 
@@ -120,7 +120,7 @@ def test_a_run_that_shares_three_blocks_of_ten_with_the_newest_is_kept():
 @given(st.lists(st.lists(st.integers(0, 100), min_size=3, max_size=3), min_size=1, max_size=8))
 def test_blocks_are_planned_by_the_time_that_a_quarter_of_the_runs_needed_them_by(times):
     records = tuple(
-        Record(float(number), 1000, tuple(Need(FILE, block, at, Availability.MISSING) for block, at in enumerate(each)))
+        Record(float(number), 1000, {(FILE, block): at for block, at in enumerate(each)})
         for number, each in enumerate(times)
     )
     early = [sorted(column)[(len(times) - 1) // 4] for column in zip(*times, strict=True)]
@@ -139,7 +139,7 @@ def test_the_plan_holds_each_hot_block_once_by_its_confidence_and_is_stable(list
     assert HotSet("image", "workload", hot_set.records).plan() == plan
     known = hot_set.statistics()
     for block, (_, share) in known.items():
-        assert share == sum(block in record.blocks for record in hot_set.records) / len(hot_set.records)
+        assert share == sum(block in record.needs for record in hot_set.records) / len(hot_set.records)
         assert (block in plan) == (share >= 0.5)
     assert set(plan) <= set(known)
 

@@ -115,7 +115,7 @@ def test_an_image_in_a_store_is_mounted_and_recorded(place: Path, stored: Stored
     assert served.recorder is not None
     served.recorder.close()
     ((needs,),) = ([each.needs] for each in handed)
-    assert {need.file for need in needs} == {stored.index.identity}
+    assert {file for file, _ in needs} == {stored.index.identity}
     assert len(needs) == status["fetch"]["needs"]
     assert shown.said == []
 

@@ -42,7 +42,6 @@ from bootseer.errors import (
 )
 from bootseer.fetch.block_request import ArrivedBlock, Claim, File, Peers, StoreOrigin, fetch_blocks
 from bootseer.fetch.fetch_settings import FetchSettings, Purpose
-from bootseer.fetch.hotset import Availability
 from bootseer.fetch.ledger import Fetch, Key
 from bootseer.fetch.pending import Done, PendingRead, PendingReads
 from bootseer.fetch.scheduler import Scheduler
@@ -51,8 +50,8 @@ from bootseer.logs import logger
 from bootseer.store.store import Store
 
 _LOG = logger(__name__)
-OnNeed = Callable[[int, int, Availability], None]
-"""File number, block, and where it was found: once per block, on the reader's thread, without a lock."""
+OnNeed = Callable[[int, int], None]
+"""File number and block that a reader needs: once per block, on the reader's thread, without a lock."""
 
 _CLOSE_S = 5.0
 _CHECK_S = 0.005
@@ -173,22 +172,17 @@ class Reads:
         self._clock.close(max(until - time.monotonic(), 0.0))
 
     def _note_needs(self, number: int, blocks: range, missing: list[int]) -> None:
-        """A reader reads blocks: note the first need of each, and where it was found."""
+        """A reader reads blocks: note the first need of each."""
         file, now, stats = self._files[number], time.monotonic(), self._stats
-        needs: list[tuple[int, Availability]] = []
         with self._lock:
             trust = self._scheduler.trust
             was_suspended = trust.suspended
-            for block in blocks:
-                if file.needed[block]:
-                    continue
+            new = [block for block in blocks if not file.needed[block]]
+            for block in new:
                 file.needed[block] = 1
-                found = Availability.READY
-                if block in missing:
-                    found = Availability.IN_FLIGHT if self._scheduler.in_flight(number, block) else Availability.MISSING
-                needs.append((block, found))
+                is_late = block in missing and self._scheduler.in_flight(number, block)
                 stats.needs += 1
-                stats.late += found is Availability.IN_FLIGHT and (number, block) in trust
+                stats.late += is_late and (number, block) in trust
                 self._scheduler.note_need(number, block, now)
             if trust.suspended is not was_suspended:
                 verdict = "suspended" if trust.suspended else "resumed"
@@ -197,8 +191,8 @@ class Reads:
             actions = _Actions() if missing else self._advance(now)
         self._run_actions(actions)
         if self._on_need is not None:
-            for block, found in needs:
-                self._on_need(number, block, found)
+            for block in new:
+                self._on_need(number, block)
 
     def _cancel(self, read: PendingRead) -> None:
         with self._lock:

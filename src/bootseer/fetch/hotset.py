@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from enum import IntEnum
 from itertools import accumulate, pairwise
 from typing import Annotated
 
@@ -52,39 +51,15 @@ _MIN_CONFIDENCE = 0.5
 _EARLY = 0.25
 
 
-class Availability(IntEnum):
-    """Where a reader found the block that it needed."""
-
-    READY = 0
-    """In the cache."""
-    IN_FLIGHT = 1
-    """Being fetched: by a late prefetch, or for another reader."""
-    MISSING = 2
-
-
-class Need(Struct, frozen=True):
-    """A reader needed a block for the first time."""
-
-    file: str
-    """Identity of the block file."""
-    block: int
-    t_ms: int
-    """Milliseconds since the record began."""
-    found: Availability
-
-
 class Record(Struct, frozen=True):
-    """The needs of one startup in chronological order, each block once."""
+    """The needs of one startup."""
 
     started_s: float
     """Start time in seconds since 1970; orders the runs."""
     duration_ms: int
     """How long needs were recorded; nothing is known about later ones."""
-    needs: tuple[Need, ...]
-
-    @property
-    def blocks(self) -> frozenset[Block]:
-        return frozenset((need.file, need.block) for need in self.needs)
+    needs: dict[Block, int]
+    """When readers first needed each block, in milliseconds since the record began; in this order."""
 
 
 class HotSet(Struct, frozen=True):
@@ -105,18 +80,14 @@ class HotSet(Struct, frozen=True):
         records = sorted(runs.values(), key=lambda run: run.started_s)[-MAX_RUNS:]
         newer = max(self, other, key=lambda one: one.records[-1].started_s if one.records else 0.0)
         imports = newer.imports or self.imports or other.imports
-        newest_runs = [each.blocks for each in records[-_NUM_NEWEST:]]
-        kept = [
-            each
-            for each in records[:-_NUM_NEWEST]
-            if any(_overlap(each.blocks, newest) >= _MIN_OVERLAP for newest in newest_runs)
-        ]
-        return replace(self, records=(*kept, *records[-_NUM_NEWEST:]), imports=imports)
+        older, newest = records[:-_NUM_NEWEST], records[-_NUM_NEWEST:]
+        kept = [each for each in older if any(_overlap(each, one) >= _MIN_OVERLAP for one in newest)]
+        return replace(self, records=(*kept, *newest), imports=imports)
 
     def of_files(self, files: Collection[str]) -> HotSet:
         """Only the runs that needed a block of these files: after a new conversion the same image has other files."""
         known = frozenset(files)
-        records = tuple(run for run in self.records if any(need.file in known for need in run.needs))
+        records = tuple(run for run in self.records if any(file in known for file, _ in run.needs))
         return replace(self, records=records)
 
     def plan(self) -> list[Block]:
@@ -131,8 +102,8 @@ class HotSet(Struct, frozen=True):
         that ended before that time."""
         times: dict[Block, list[int]] = {}
         for record in self.records:
-            for need in record.needs:
-                times.setdefault((need.file, need.block), []).append(need.t_ms)
+            for block, t_ms in record.needs.items():
+                times.setdefault(block, []).append(t_ms)
         known = {}
         for block, at in times.items():
             early_ms = sorted(at)[int(_EARLY * (len(at) - 1))]
@@ -141,9 +112,10 @@ class HotSet(Struct, frozen=True):
         return known
 
 
-def _overlap(one: frozenset[Block], other: frozenset[Block]) -> float:
+def _overlap(one: Record, other: Record) -> float:
     """The overlap of two runs: 1 if one is a subset of the other."""
-    return len(one & other) / max(min(len(one), len(other)), 1)
+    common = one.needs.keys() & other.needs.keys()
+    return len(common) / max(min(len(one.needs), len(other.needs)), 1)
 
 
 class HotSetTrust:
@@ -262,7 +234,7 @@ _Key = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_KEY)]
 _Identity = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 
 
-class _Run(msgspec.Struct, kw_only=True):
+class _Run(msgspec.Struct):
     """One record, as columns."""
 
     started_s: Annotated[float, msgspec.Meta(ge=0)]
@@ -270,14 +242,13 @@ class _Run(msgspec.Struct, kw_only=True):
     file: _Column
     block: _Column
     t_ms: _Column
-    found: _Column
 
 
 class _Versioned(msgspec.Struct):
     schema: str
 
 
-class _Document(_Versioned, omit_defaults=True):
+class _Document(_Versioned):
     image: _Key
     workload: _Key
     files: Annotated[list[_Identity], msgspec.Meta(max_length=MAX_FILES)]
@@ -301,18 +272,21 @@ def encode_hot_set(hot_set: HotSet) -> bytes:
 def _text(hot_set: HotSet, records: tuple[Record, ...]) -> bytes:
     files: dict[str, int] = {}
     runs = [
-        _Run(
-            started_s=record.started_s,
-            duration_ms=record.duration_ms,
-            file=_deltas([files.setdefault(need.file, len(files)) for need in record.needs]),
-            block=_deltas([need.block for need in record.needs]),
-            t_ms=_deltas([need.t_ms for need in record.needs]),
-            found=_deltas([need.found for need in record.needs]),
-        )
+        {
+            "started_s": record.started_s,
+            "duration_ms": record.duration_ms,
+            "file": _deltas([files.setdefault(file, len(files)) for file, _ in record.needs]),
+            "block": _deltas([block for _, block in record.needs]),
+            "t_ms": _deltas(list(record.needs.values())),
+            "found": [0] * len(record.needs),  # version 0.2 reads no set without it
+        }
         for record in records
     ]
-    document = _Document(SCHEMA, hot_set.image, hot_set.workload, list(files), runs, hot_set.imports)
-    return json.dumps(msgspec.to_builtins(document), separators=(",", ":"), allow_nan=False).encode()
+    document: dict[str, object] = {"schema": SCHEMA, "image": hot_set.image, "workload": hot_set.workload}
+    document |= {"files": list(files), "runs": runs}
+    if hot_set.imports:
+        document["imports"] = hot_set.imports
+    return json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
 
 
 def parse_hot_set(data: bytes) -> HotSet:
@@ -343,15 +317,14 @@ def parse_hot_set(data: bytes) -> HotSet:
 
 def _record(run: _Run, files: list[str]) -> Record:
     numbers, blocks = _numbers(run.file, len(files)), _numbers(run.block, MAX_BLOCK)
-    times, found = _numbers(run.t_ms, MAX_MS), _numbers(run.found, len(Availability))
-    if not len(numbers) == len(blocks) == len(times) == len(found):
+    times = _numbers(run.t_ms, MAX_MS)
+    if not len(numbers) == len(blocks) == len(times):
         raise CorruptError("a hot set has columns of different lengths")
-    if len(set(zip(numbers, blocks, strict=True))) != len(numbers):
-        raise CorruptError("a hot set names a block twice in one run")
     if any(later < earlier for earlier, later in pairwise(times)):
         raise CorruptError("a hot set has needs that are not in order")
-    columns = zip(numbers, blocks, times, found, strict=True)
-    needs = tuple(Need(files[number], block, t_ms, Availability(how)) for number, block, t_ms, how in columns)
+    needs = dict(zip(zip(map(files.__getitem__, numbers), blocks, strict=True), times, strict=True))
+    if len(needs) < len(times):
+        raise CorruptError("a hot set names a block twice in one run")
     return Record(run.started_s, int(run.duration_ms), needs)
 
 

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from bootseer.fetch.hotset import MAX_NEEDS, Availability, Block, Need, Record
+from bootseer.fetch.hotset import MAX_NEEDS, Block, Record
 
 
 class Recorder:
@@ -23,14 +23,14 @@ class Recorder:
         self._started_s = time.time()
         self._begin = clock()
         self._duration_ms: int | None = None
-        self._needs: list[Need] = []
+        self._needs: dict[Block, int] = {}
         self._lock = threading.Lock()
 
-    def need(self, file: str, block: int, found: Availability) -> None:
-        """A reader needed a block of the file with this identity for the first time."""
+    def need(self, file: str, block: int) -> None:
+        """A reader needed a block of the file with this identity."""
         with self._lock:
             if self._duration_ms is None and len(self._needs) < MAX_NEEDS:
-                self._needs.append(Need(file, block, self._passed_ms(), found))
+                self._needs.setdefault((file, block), self._passed_ms())
 
     def end(self) -> None:
         """The startup is over (training has begun): ignore later needs."""
@@ -41,11 +41,8 @@ class Recorder:
     def close(self) -> None:
         """`end`, and hand the record over."""
         self.end()
-        recorded, self._needs = self._needs, []  # the mount may last for weeks
-        needs: dict[Block, Need] = {}
-        for need in recorded:  # a layer that an image has twice is needed twice
-            needs.setdefault((need.file, need.block), need)
-        self._on_finished(Record(self._started_s, self._duration_ms or 0, tuple(needs.values())))
+        needs, self._needs = self._needs, {}  # the mount may last for weeks
+        self._on_finished(Record(self._started_s, self._duration_ms or 0, needs))
 
     def _passed_ms(self) -> int:
         return int((self._clock() - self._begin) * 1000)

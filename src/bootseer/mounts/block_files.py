@@ -19,7 +19,7 @@ from bootseer.cache.cache import Cache
 from bootseer.cache.cached_file import CachedFile
 from bootseer.errors import BootseerError
 from bootseer.fetch.fetcher import Fetcher
-from bootseer.fetch.hotset import Availability, Record
+from bootseer.fetch.hotset import Record
 from bootseer.fetch.record import Recorder
 from bootseer.fuse.filesystem import Tree
 from bootseer.fuse.session import Session, mount
@@ -148,9 +148,9 @@ class _OpenBlockFiles(Served):
         if self._store is not None:
             self._store.close()
 
-    def _record_need(self, file: int, block: int, found: Availability) -> None:
+    def _record_need(self, file: int, block: int) -> None:
         if self.recorder is not None:
-            self.recorder.need(self._spec.files[file].identity, block, found)
+            self.recorder.need(self._spec.files[file].identity, block)
 
     def _sync(self) -> None:
         for cached in self._cached:
