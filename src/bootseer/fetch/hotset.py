@@ -13,6 +13,7 @@ number is checked. A wrong set costs bandwidth, never a wrong byte. Decides and 
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from itertools import accumulate, pairwise
@@ -104,10 +105,10 @@ class HotSet(Struct, frozen=True):
         for record in self.records:
             for block, t_ms in record.needs.items():
                 times.setdefault(block, []).append(t_ms)
-        known = {}
+        known, durations = {}, sorted(record.duration_ms for record in self.records)
         for block, at in times.items():
             early_ms = sorted(at)[int(_EARLY * (len(at) - 1))]
-            num_runs = sum(record.duration_ms >= early_ms for record in self.records)
+            num_runs = len(durations) - bisect_left(durations, early_ms)
             known[block] = early_ms, len(at) / max(len(at), num_runs)
         return known
 
