@@ -105,6 +105,17 @@ def test_retry_after_is_obeyed_and_the_read_succeeds_after_it(fetching, data):
     assert answers == [data[:10]]
 
 
+def test_a_disk_error_of_the_states_costs_a_request_instead_of_a_readers_error(fetching, data, tmp_path):
+    fetcher, _, cached = fetching(settings=QUICK)
+    assert fetcher.read_blocking(0, 0, BLOCK) == data[:BLOCK]
+    folder = os.open(tmp_path, os.O_RDONLY)
+    os.dup2(folder, cached._live.fd)  # reading it is an error
+    os.close(folder)
+    assert fetcher.read_blocking(0, 0, 2 * BLOCK) == data[: 2 * BLOCK]
+    assert fetcher.read_blocking(0, 90 * BLOCK, BLOCK) == data[90 * BLOCK : 91 * BLOCK]
+    assert fetcher.stats().failed_reads == 0
+
+
 @pytest.mark.parametrize(("status", "error"), [(401, AccessError), (404, NotFoundError)])
 def test_a_refusal_fails_the_reader_at_once_and_stops_prefetch(fetching, status, error):
     fetcher, store, _ = fetching(lambda request: Fault(status=status), QUICK)

@@ -154,8 +154,11 @@ class LiveMap:
             os.close(fd)
 
     def get(self, block: int) -> int:
-        """The state of one block; MISSING beyond a truncated end."""
-        state = os.pread(self.fd, 1, _LIVE_HEADER.size + block)
+        """The state of one block; MISSING beyond a truncated end, and if the disk cannot read it."""
+        try:
+            state = os.pread(self.fd, 1, _LIVE_HEADER.size + block)
+        except OSError:
+            return MISSING
         return state[0] if state else MISSING
 
     def get_all(self, start: int = 0, stop: int | None = None) -> bytes:
