@@ -20,9 +20,10 @@ from pathlib import Path
 import pytest
 
 import warm
-from bootseer.agent.agent import STATUS, Agent, AgentSettings, _Handler, _UnixServer, request
+from bootseer.agent.agent import STATUS, Agent, AgentSettings, _Server, request
 from bootseer.cache.cache import Cache
 from bootseer.errors import NotFoundError, PermanentError, TransientError
+from bootseer.mounts import control
 from cached import content, index_of
 from fleet import Fleet
 from registry import free_port
@@ -162,8 +163,9 @@ def test_a_request_without_a_thread_does_not_block_later_ones(tmp_path: Path, mo
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
+    agent = Agent(AgentSettings(tmp_path / "cache", tmp_path))
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    with _UnixServer(str(tmp_path / "agent"), _Handler) as server, socket.socket(socket.AF_UNIX) as link:
+    with _Server(agent, control.listen(tmp_path, "agent")) as server, socket.socket(socket.AF_UNIX) as link:
         server.slots = threading.BoundedSemaphore(1)
         link.connect(str(tmp_path / "agent"))
         server.handle_request()
@@ -176,8 +178,7 @@ def test_a_folder_that_cannot_be_read_is_named(gone: str, named: str, tmp_path: 
     """Its disk has failed, or it was deleted. The error was that the agent is busy, and metrics got no answer."""
     agent = Agent(AgentSettings(tmp_path / "cache", tmp_path))
     shutil.rmtree(tmp_path / gone)
-    with _UnixServer(str(tmp_path / "agent"), _Handler) as server:
-        server.slots, server.agent = threading.BoundedSemaphore(8), agent
+    with _Server(agent, control.listen(tmp_path, "agent")) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,)).start()
         with pytest.raises(PermanentError, match=f"{named}: No such file"):
             request(tmp_path, STATUS)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from socketserver import BaseServer, TCPServer, ThreadingMixIn, UnixStreamServer
+from socketserver import TCPServer, ThreadingMixIn
 from typing import Any, Final
 
 from bootseer import __version__
@@ -32,6 +32,7 @@ from bootseer.cache.cache import Cache
 from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError, UsageError, os_errors_as
 from bootseer.io.locks import claim
 from bootseer.logs import logger
+from bootseer.mounts import control
 from bootseer.mounts.control import send_request, socket_path
 from bootseer.mounts.shared_layers import unmount_idle
 from bootseer.mounts.state import MountState, Runtime
@@ -237,7 +238,7 @@ class _Handler(BaseHTTPRequestHandler):
                 case "/healthz":
                     problem = agent.problem()
                     self._answer(503 if problem else 200, "text/plain", f"{problem or 'ok'}\n")
-                case path if path == STATUS and isinstance(self.server, _UnixServer):  # private: it has paths of users
+                case path if path == STATUS and self.server.is_private:  # private: it has paths of users
                     self._answer(200, "application/json", json.dumps(agent.status()) + "\n")
                 case _:
                     self._answer(404, "text/plain", "/metrics or /healthz\n")
@@ -251,7 +252,7 @@ class _Handler(BaseHTTPRequestHandler):
         handle = {PEERS: ended_jobs.take_over, PEERS_BEGIN: ended_jobs.release}.get(self.path)
         length = self.headers.get("Content-Length", "")
         try:
-            if handle is None or not isinstance(self.server, _UnixServer):
+            if handle is None or not self.server.is_private:
                 self._answer(404, "text/plain", "not found\n")
             elif not (length.isascii() and length.isdecimal() and int(length) <= _MAX_BODY):
                 self._answer(413, "text/plain", f"at most {_MAX_BODY} bytes\n")
@@ -279,11 +280,17 @@ class _Handler(BaseHTTPRequestHandler):
         _LOG.debug("%s: " + format, self.address_string(), *args)
 
 
-class _Server(ThreadingMixIn, BaseServer):
+class _Server(ThreadingMixIn, TCPServer):
     daemon_threads = True
     block_on_close = False
-    agent: Agent
-    slots: threading.BoundedSemaphore
+
+    def __init__(self, agent: Agent, listening: socket.socket) -> None:
+        super().__init__(("", 0), _Handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listening
+        self.agent = agent
+        self.is_private = listening.family == socket.AF_UNIX
+        self.slots = threading.BoundedSemaphore(_MAX_REQUESTS)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self.slots.acquire(blocking=False):
@@ -314,36 +321,23 @@ def _shut_down(link: socket.socket) -> None:
         link.shutdown(socket.SHUT_RDWR)
 
 
-class _UnixServer(_Server, UnixStreamServer):
-    pass
-
-
-class _TcpServer(_Server, TCPServer):
-    allow_reuse_address = True
-
-
-class _Tcp6Server(_TcpServer):
-    address_family = socket.AF_INET6
-
-
-def _listening(runtime: Path, listen: tuple[str, int] | None) -> Iterator[_Server]:
-    """The servers of an agent: on its Unix socket, or the one opened by systemd, and on an address."""
-    path = runtime / SOCKET
+def _listening(runtime: Path, listen: tuple[str, int] | None) -> Iterator[socket.socket]:
+    """The sockets of an agent: its Unix socket, or the one opened by systemd, and that of an address."""
     if is_activated():
-        unix = _UnixServer(str(path), _Handler, bind_and_activate=False)
-        unix.socket.close()
-        unix.socket = activated_socket()
-        yield unix
+        yield activated_socket()
     else:
-        with os_errors_as(PermanentError, f"{path}: cannot create the socket"):
-            path.unlink(missing_ok=True)
-            with socket_path(runtime, SOCKET) as short:
-                unix = _UnixServer(short, _Handler)
-        path.chmod(0o600)
+        with os_errors_as(PermanentError, f"{runtime / SOCKET}: cannot create the socket"):
+            unix = control.listen(runtime, SOCKET)
         yield unix
     if listen is not None:
+        is_ipv6 = ":" in listen[0]
         with os_errors_as(UsageError, f"cannot listen on {listen[0]} port {listen[1]}"):
-            yield (_Tcp6Server if ":" in listen[0] else _TcpServer)(listen, _Handler)
+            tcp = socket.create_server(
+                listen,
+                family=socket.AF_INET6 if is_ipv6 else socket.AF_INET,
+                dualstack_ipv6=is_ipv6 and socket.has_dualstack_ipv6(),
+            )
+        yield tcp
 
 
 def run_agent(settings: AgentSettings, stop: threading.Event, *, listen: tuple[str, int] | None = None) -> None:
@@ -361,9 +355,8 @@ def run_agent(settings: AgentSettings, stop: threading.Event, *, listen: tuple[s
         shared = settings.cache / f"agent.{socket.gethostname()}.lock"
         hint = "stop it, or use another cache (BOOTSEER_CACHE)"
         locks.append(claim(shared, f"an agent with another runtime folder cleans up {settings.cache}", hint))
-        for server in _listening(settings.runtime, listen):
-            server.agent = agent
-            server.slots = threading.BoundedSemaphore(_MAX_REQUESTS)
+        for listening in _listening(settings.runtime, listen):
+            server = _Server(agent, listening)
             threading.Thread(target=server.serve_forever, name="bootseer-agent-http", daemon=True).start()
             servers.append(server)  # now: `shutdown` waits for ever for a thread that was not started
         _LOG.info("cleaning up %s every %g s", settings.cache, settings.every_s)

@@ -33,15 +33,14 @@ def socket_path(folder: Path, name: str = NAME) -> Iterator[str]:
         os.close(handle)
 
 
-def listen(folder: Path) -> socket.socket:
-    """Listen on the socket of `folder`, replacing one that a dead daemon left."""
-    with contextlib.suppress(FileNotFoundError):
-        (folder / NAME).unlink()
+def listen(folder: Path, name: str = NAME) -> socket.socket:
+    """Listen on a socket in `folder`, replacing one that a dead process left. Raises `OSError`."""
+    (folder / name).unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        with socket_path(folder) as path:
+        with socket_path(folder, name) as path:
             listener.bind(path)
-        (folder / NAME).chmod(0o600)
+        (folder / name).chmod(0o600)
         listener.listen(16)
     except BaseException:
         listener.close()
