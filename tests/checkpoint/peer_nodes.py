@@ -54,6 +54,11 @@ class Node:
         assert isinstance(said, dict)
         return said
 
+    def limit(self, max_rate: int) -> None:
+        """Limit what it sends to others, in bytes per second."""
+        self.send(max_rate)
+        self.ended()
+
     def hang(self) -> None:
         assert self._process.pid is not None
         os.kill(self._process.pid, signal.SIGSTOP)
@@ -101,6 +106,8 @@ def _be_node(pipe: Connection, folder: Path, name: str, uri: str) -> None:
         if isinstance(told, list):
             job.write_members(name, told)
             time.sleep(0.6)  # the list of members is read twice a second
+        elif isinstance(told, int):
+            server.limit(told)
         else:
             began_s = time.monotonic()
             try:

@@ -164,6 +164,34 @@ def test_a_peer_all_of_whose_answers_are_slow_is_out_though_none_is_late() -> No
     assert health.num_given_up == 0
 
 
+def test_the_only_peer_is_compared_with_the_origin() -> None:
+    health = Health()
+    assert not health.is_unsure("only", MIB)
+    answered(health, "only", MIB, 2.0)
+    assert health.is_unsure("only", MIB)
+    health.origin_sent(MIB, 0.01)
+    assert not health.is_unsure("only", MIB)
+    answered(health, "only", MIB, 2.0, at_s=2.0)
+    answered(health, "only", MIB, 2.0, at_s=4.0)
+    assert health.absent(6.0) == {"only"}
+
+
+def test_a_peer_that_is_not_slow_or_not_the_only_one_needs_no_comparison() -> None:
+    health = Health()
+    answered(health, "quick", MIB, 0.05)
+    assert not health.is_unsure("quick", MIB)
+    answered(health, "slow", MIB, 1.0)
+    assert not health.is_unsure("slow", MIB)
+
+
+def test_a_slow_origin_excludes_no_peer() -> None:
+    health = Health()
+    health.origin_sent(MIB, 4.0)
+    for number in range(4):
+        answered(health, "only", MIB, 2.0, at_s=2.0 * number)
+    assert health.absent(8.0) == frozenset()
+
+
 def test_a_single_slow_answer_excludes_no_peer_however_long_it_takes() -> None:
     health = Health()
     for peer in "abc":

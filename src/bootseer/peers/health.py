@@ -10,6 +10,8 @@ last 8 is excluded for 5 s (a circuit breaker), and one that sent a wrong block 
 
 A slow peer need not be late: each of many small responses arrives soon, but the start waits for their sum. So a peer
 that has sent at less than an eighth of the median for two seconds, over all its responses, is excluded for 5 s too.
+The origin counts in the median like a peer if its rate is known: where there is one other node only, that node would
+otherwise be compared with nothing but itself.
 Times are seconds of any one clock. Pure decisions, no I/O.
 """
 
@@ -49,6 +51,8 @@ STILL_S: Final = 20.0
 30 s in all, and must still try the second in rank or the origin."""
 _MOST_STILL: Final = 3
 """In any case after this many times as long; a sound peer reports after 30 s that it did not get them."""
+_UNSURE_S: Final = 0.1
+"""Responses of a megabyte that take longer are worth a comparison with another peer, or the origin."""
 _FLOOR: Final = 1 << 14
 """Minimum rate of a response in bytes per second, independent of other peers."""
 _REST: Final = 2
@@ -106,6 +110,8 @@ class Health:
         self._begins: deque[float] = deque(maxlen=_SAMPLES)
         """Recent times to the first byte or report."""
         self._silence_s = _LONG_SILENCE_S
+        self._origin_rate = 0.0
+        """As `_Known.rate`."""
         self.requests = 0
         self.num_given_up = 0
 
@@ -148,8 +154,22 @@ class Health:
         sent_s = self._known[request.peer].sent_s if request.peer in self._known else float("-inf")
         return min(max(request.moved_s, sent_s) + STILL_S, max(request.begun_s, sent_s) + _MOST_STILL * STILL_S)
 
+    def origin_sent(self, num_bytes: int, seconds: float) -> None:
+        """The origin has sent this to one request."""
+        if seconds > 0:
+            self._origin_rate = _averaged(self._origin_rate, num_bytes / seconds)
+
+    def is_unsure(self, peer: str, length: int) -> bool:
+        """Whether this peer needs long for `length` bytes, and there is nothing to compare it with."""
+        rates = self._rates()
+        known = self._known.get(peer)
+        return known is not None and rates == [known.rate] and length > known.rate * _UNSURE_S
+
+    def _rates(self) -> list[float]:
+        return [rate for rate in (*(known.rate for known in self._known.values()), self._origin_rate) if rate]
+
     def _usual_rate(self) -> float:
-        return median([known.rate for known in self._known.values() if known.rate] or [0.0])
+        return median(self._rates() or [0.0])
 
     def _slow_at(self, request: PeerRequest) -> float:
         typical = self._usual_rate()
@@ -177,7 +197,7 @@ class Health:
             if known.slow_s >= _SLOW_S and known.num_slow >= _MIN_SLOW:
                 known.slow_s /= 2  # after the pause half as much is enough
                 self._exclude(request.peer, "", now_s + _EXCLUDED_S)
-            known.rate = 0.7 * known.rate + 0.3 * rate if known.rate else rate
+            known.rate = _averaged(known.rate, rate)
 
     def mark_absent(self, peer: str, now_s: float, file: str = "") -> None:
         """The peer does not listen, or does not serve this file."""
@@ -244,3 +264,7 @@ class Health:
     def _exclude(self, peer: str, file: str, until_s: float) -> None:
         self._excluded[peer, file] = max(until_s, self._excluded.get((peer, file), until_s))
         self._known_until_s = float("-inf")
+
+
+def _averaged(rate: float, latest: float) -> float:
+    return 0.7 * rate + 0.3 * latest if rate else latest

@@ -132,6 +132,18 @@ def test_a_hung_peer_delays_readers_only_briefly(nodes, content):
     assert max(end["seconds"] for end in ends) < 50 + 4 * healthy["seconds"]
 
 
+def test_the_only_other_node_is_left_if_hdfs_is_much_faster(cluster, nodes, content):
+    """A node with a slow upload is compared with HDFS. Compared with itself alone it would never be slow."""
+    nodes[0].begin("file", WHOLE)
+    assert "digest" in nodes[0].ended()
+    nodes[0].limit(4 * MIB)
+    meet(nodes[:2])
+    nodes[1].begin("file", WHOLE)
+    end = nodes[1].ended()
+    assert end["digest"] == digest_of(content, WHOLE)
+    assert 0 < end["peer_bytes"] < SIZE // 3
+
+
 def test_a_flipped_byte_in_a_nodes_cache_is_never_delivered(nodes, content):
     nodes[0].begin("file", WHOLE)
     assert "digest" in nodes[0].ended()

@@ -232,6 +232,8 @@ class ChunkRead:
             self._own_ended(self._wrong_error() if self._wrong else self._named(outcome.error))
             return
         facts.add("place_bytes", self.num_bytes)
+        if self.unit is not None and self.started_s is not None:
+            self.unit.place_sent(self.num_bytes, self._context.timer.now_s() - self.started_s)
         if self.is_right(self.into):
             if self._is_chunk:
                 facts.add("chunks")

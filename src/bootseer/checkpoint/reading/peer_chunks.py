@@ -5,9 +5,10 @@ each of them, and from then on directs other nodes here for the chunks that this
 (`peers.readers`). A chunk that no other node needs costs one sixteenth of a lookup.
 
 A peer that says that it is still waiting for the chunk is waited for, as long as anything arrives from it. One that is
-silent, gone, or does not have the chunk is replaced by another peer, or by the place. So each read ends whatever peers
-do, and falls back to the place with its full deadline. Chunks are compared with their digests as usual; a peer that
-sends a wrong one is not asked again.
+silent, gone, or does not have the chunk is replaced by another peer, or by the place. So is one that is much slower
+than the others and the place; if it is the only one known, one chunk is read elsewhere for comparison. So each read
+ends whatever peers do, and falls back to the place with its full deadline. Chunks are compared with their digests as
+usual; a peer that sends a wrong one is not asked again.
 """
 
 from __future__ import annotations
@@ -72,6 +73,8 @@ class PeerChunks:
         self._slots = threading.Semaphore(_RECEIVING)
         self._registered: set[str] = set()
         self._received_s: dict[str, float] = {}
+        self._compared: set[str] = set()
+        """Peers for whose comparison a chunk was read elsewhere."""
 
     @property
     def position(self) -> float:
@@ -118,6 +121,11 @@ class PeerChunks:
         with contextlib.suppress(TransientError):
             self.asking.submit(tell, urgent=False)
 
+    def place_sent(self, num_bytes: int, seconds: float) -> None:
+        """A chunk was read from the place. Peers are compared with that."""
+        with self._group.lock:
+            self._group.health.origin_sent(num_bytes, seconds)
+
     def read_from(self, peer: str, unit: Unit, read: PeerRead) -> None:
         """Queue the read of a chunk from this peer."""
         with self._group.lock:
@@ -145,6 +153,9 @@ class PeerChunks:
         found = next((one for one in members.peers if one.name == peer and one.addresses), None)
         with group.lock:
             is_absent = peer in group.health.absent(time.monotonic())
+            if not is_absent and peer not in self._compared and group.health.is_unsure(peer, len(read.into)):
+                self._compared.add(peer)
+                is_absent = True
         if found is None or is_absent or read.is_stopped():
             return False
         watch, sent, address = group.begin(found, len(read.into))
@@ -206,6 +217,10 @@ class Unit:
             except TransientError:
                 self._sources.set_result({})
         self._sources.add_done_callback(lambda sources: self._go_on(read, sources.result()))
+
+    def place_sent(self, num_bytes: int, seconds: float) -> None:
+        """As of `PeerChunks`."""
+        self._peers.place_sent(num_bytes, seconds)
 
     def failed(self, read: PeerRead, peer: str) -> None:
         """A peer did not deliver this chunk. Blocks for the answers of the next lookup."""
