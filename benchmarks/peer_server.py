@@ -281,7 +281,7 @@ def _serve(path: str) -> None:
     from bootseer.cache.cache import Cache
     from bootseer.fetch.fetcher import Fetcher
     from bootseer.peers.interfaces import chosen
-    from bootseer.peers.job import BLOCKS, BlockSource, JobPeers
+    from bootseer.peers.job import BLOCKS, JobPeers
     from bootseer.peers.rendezvous import Rendezvous
     from bootseer.peers.service import BlockFiles, Limits, Service
     from bootseer.store.file import FileStore
@@ -295,7 +295,7 @@ def _serve(path: str) -> None:
     fetcher.close()
     source = Rendezvous(str(folder / "meet"), "bench", "full", "", chosen([]), _SECRET)
     service = Service(folder / "peers", source, {BLOCKS: BlockFiles().open}, Limits(before=None))
-    JobPeers.open(folder / "peers").register_blocks(BlockSource(index, str(folder / "store"), False, folder / "full"))
+    JobPeers.open(folder / "peers").register_blocks(index.identity, str(folder / "store"), False, folder / "full")
     assert source.own is not None
     addresses = json.dumps(source.own.addresses)
     service.run(lambda: print(addresses, flush=True))

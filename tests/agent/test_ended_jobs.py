@@ -33,10 +33,10 @@ import os, sys, time
 from pathlib import Path
 from bootseer.blocks.index import Index
 from bootseer.cache.cache import Cache
-from bootseer.peers.job import BlockSource, JobPeers
+from bootseer.peers.job import JobPeers
 index, data, cache = Index.parse(Path("index").read_bytes()), Path("data").read_bytes(), Path("cache/blocks").absolute()
-JobPeers.of_environment().register_blocks(BlockSource(index, "store", False, cache))
 cached = Cache(cache).open(index)
+JobPeers.of_environment().register_blocks(index.identity, "store", False, cache)
 for block in range(index.num_blocks - 1):
     cached.put(block, data[block * index.block_size : (block + 1) * index.block_size])
 cached.close()

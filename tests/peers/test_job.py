@@ -10,9 +10,7 @@ import pytest
 
 from bootseer.errors import NotFoundError, PermanentError
 from bootseer.peers.choice import Peer
-from bootseer.peers.job import FOLDER, SWITCH, BlockSource, JobPeers
-from fetch.files import content, stored
-from store_doubles import MemoryStore
+from bootseer.peers.job import BLOCKS, FOLDER, SWITCH, JobPeers
 
 PEERS = [Peer("n0", ("10.0.0.1:7400", "10.1.0.1:7400"), "r0"), Peer("n1", ("10.0.0.2:7400",))]
 
@@ -38,16 +36,14 @@ def test_members_are_seen_by_another_process_and_a_change_too(folder: Path, monk
 
 
 def test_a_file_of_blocks_is_found_by_its_identity(folder: Path) -> None:
-    index = stored(MemoryStore("job"), content(3))
-    source = BlockSource(index, "s3://bucket/blocks", plain_http=True, cache=Path("/cache"))
-    job = JobPeers.open(folder)
-    assert job.block_source(index.identity) is None
-    job.register_blocks(source)
-    assert JobPeers.open(folder).block_source(index.identity) == source
-    assert JobPeers.open(folder).identities() == {index.identity}
-    (folder / "files" / f"{index.identity}.index").write_bytes(index.encode()[:-1])
-    assert job.block_source(index.identity) is None
-    assert job.registered("cd" * 32) is None
+    identity, job = "ab" * 32, JobPeers.open(folder)
+    assert job.registered(identity) is None
+    job.register_blocks(identity, "s3://bucket/blocks", True, Path("/cache"))
+    fields = {"kind": BLOCKS, "store": "s3://bucket/blocks", "plain_http": True, "cache": "/cache"}
+    assert JobPeers.open(folder).registered(identity) == fields
+    assert JobPeers.open(folder).identities() == {identity}
+    (folder / "files" / f"{identity}.json").write_text("[]")
+    assert job.registered(identity) is None
 
 
 @pytest.mark.parametrize("identity", ["", "../secret", "AB" * 32, "ab" * 32 + "\n"])

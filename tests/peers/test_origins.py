@@ -15,7 +15,7 @@ from bootseer.artifact.mounting import numbers_of
 from bootseer.blocks.index import Index
 from bootseer.mounts.block_files import BlockFileService
 from bootseer.peers.choice import Members, Peer
-from bootseer.peers.job import FOLDER, SWITCH, BlockSource, JobPeers
+from bootseer.peers.job import BLOCKS, FOLDER, SWITCH, JobPeers
 from bootseer.store.file import FileStore
 from fetch.files import BLOCK, content, stored
 from peers.nodes import SECRET, Node
@@ -220,7 +220,8 @@ def test_a_mount_daemons_files_come_from_peers_and_its_start_says_so(
     served.close()
     assert numbers["peer_bytes"] == numbers["demand_bytes"] == BLOCK
     assert (numbers["late_peers"], numbers["wrong_peers"]) == ("", "")
-    assert folder.block_source(job.index.identity) == BlockSource(job.index, gone, False, tmp_path / "cache")
+    fields = {"kind": BLOCKS, "store": gone, "plain_http": False, "cache": str(tmp_path / "cache")}
+    assert folder.registered(job.index.identity) == fields
     assert not said
 
 

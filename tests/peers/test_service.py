@@ -6,11 +6,10 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from msgspec.structs import replace
 
 from bootseer.blocks.index import Index
 from bootseer.blocks.writer import BlockWriter
@@ -18,7 +17,7 @@ from bootseer.cache.cache import Cache
 from bootseer.errors import NotFoundError, TransientError
 from bootseer.peers.choice import Level, Peer
 from bootseer.peers.client import Client
-from bootseer.peers.job import BLOCKS, BlockSource, JobPeers
+from bootseer.peers.job import BLOCKS, JobPeers
 from bootseer.peers.members import Listed
 from bootseer.peers.protocol import Question, Request
 from bootseer.peers.readers import CHECKPOINT, CachedFiles
@@ -75,26 +74,36 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
         yield node
 
 
+Register = Callable[[Node], None]
+
+
 @pytest.fixture
-def source(index: Index, tmp_path: Path) -> BlockSource:
-    return BlockSource(index, str(tmp_path / "store"), False, tmp_path / "cache")
+def register(index: Index, tmp_path: Path) -> Register:
+    """Registers the file on a node, as a process that has opened it."""
+
+    def register(node: Node) -> None:
+        root = node.job.folder.parent / "cache"
+        Cache(root).open(index).close()
+        node.job.register_blocks(index.identity, str(tmp_path / "store"), False, root)
+
+    return register
 
 
-def test_only_registered_files_are_served(node: Node, index: Index, source: BlockSource) -> None:
+def test_only_registered_files_are_served(node: Node, index: Index, register: Register) -> None:
     with pytest.raises(NotFoundError):
         node.ask(index, 0)
-    node.job.register_blocks(source)
+    register(node)
     assert node.ask(index, 8) == DATA[8 * BLOCK :]
 
 
-def test_registered_files_are_open_before_a_peer_asks(node: Node, source: BlockSource, tmp_path: Path) -> None:
-    node.job.register_blocks(source)
+def test_registered_files_are_open_before_a_peer_asks(node: Node, register: Register, tmp_path: Path) -> None:
+    register(node)
     node.run_until_ready()
-    assert list((tmp_path / "cache").rglob(f"*{source.index.identity}*"))
+    assert [entry.in_use for entry in Cache(tmp_path / "cache").entries()] == [True]
 
 
 def test_a_thread_that_the_system_refuses_does_not_end_the_service_and_is_tried_again(
-    node: Node, index: Index, source: BlockSource, monkeypatch: pytest.MonkeyPatch
+    node: Node, index: Index, register: Register, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start, refused = threading.Thread.start, []
 
@@ -106,7 +115,7 @@ def test_a_thread_that_the_system_refuses_does_not_end_the_service_and_is_tried_
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    node.job.register_blocks(source)
+    register(node)
     node.run_until_ready(wait_for=2, wait_s=1.0)  # there is no other node
     assert len(refused) == 3
     assert node.ask(index, 8) == DATA[8 * BLOCK :]
@@ -139,8 +148,8 @@ def test_a_node_that_has_ended_is_not_one_that_never_answered(tmp_path: Path) ->
     assert (state["peers"], state["unreachable"]) == (sorted([one.address, other.address]), ["127.0.0.1:1"])
 
 
-def test_what_is_asked_for_only_if_it_is_held_is_not_fetched(node: Node, index: Index, source: BlockSource) -> None:
-    node.job.register_blocks(source)
+def test_what_is_asked_for_only_if_it_is_held_is_not_fetched(node: Node, index: Index, register: Register) -> None:
+    register(node)
     with pytest.raises(TransientError, match="could not get it"):
         node.ask(index, 1, Level.HELD)
     node.ask(index, 1)
@@ -148,9 +157,9 @@ def test_what_is_asked_for_only_if_it_is_held_is_not_fetched(node: Node, index: 
 
 
 def test_a_node_that_has_a_file_from_an_earlier_job_is_asked_before_the_store(
-    node: Node, index: Index, source: BlockSource, tmp_path: Path
+    node: Node, index: Index, register: Register, tmp_path: Path
 ) -> None:
-    node.job.register_blocks(source)
+    register(node)
     for block in range(index.num_blocks):
         node.ask(index, block)
     for path in (tmp_path / "store").rglob("*"):
@@ -159,7 +168,7 @@ def test_a_node_that_has_a_file_from_an_earlier_job_is_asked_before_the_store(
     cold = Node(tmp_path / "cold", Limits(), [node.address])
     with contextlib.closing(cold.blocks), contextlib.closing(cold.service), contextlib.closing(cold.client):
         cold.run_until_ready(wait_for=2)
-        cold.job.register_blocks(replace(source, cache=tmp_path / "cold" / "cache"))
+        register(cold)
         cold.run_until_ready()
         until = time.monotonic() + 300
         while not cold.job.ahead(index.identity) and time.monotonic() < until:
@@ -172,9 +181,9 @@ def test_a_node_that_has_a_file_from_an_earlier_job_is_asked_before_the_store(
 
 @pytest.mark.parametrize("level", [Level.RACK, Level.GLOBAL])
 def test_a_missing_block_is_fetched_once_for_all_and_kept(
-    node: Node, index: Index, source: BlockSource, tmp_path: Path, level: Level
+    node: Node, index: Index, register: Register, tmp_path: Path, level: Level
 ) -> None:
-    node.job.register_blocks(source)
+    register(node)
     asking = [threading.Thread(target=node.ask, args=(index, 1, level)) for _ in range(8)]
     for thread in asking:
         thread.start()
@@ -182,14 +191,14 @@ def test_a_missing_block_is_fetched_once_for_all_and_kept(
         thread.join()
     assert node.ask(index, 1) == DATA[BLOCK : 2 * BLOCK]
     assert 0 < node.blocks.figures()["filled_bytes"] <= BLOCK + 100  # type: ignore[operator]
-    with contextlib.closing(Cache(source.cache).open(index)) as cached:
+    with contextlib.closing(Cache(tmp_path / "cache").open(index)) as cached:
         assert cached.num_ready == 1
 
 
 def test_what_the_cache_cannot_keep_is_refused_and_no_hole_is_sent(
-    node: Node, index: Index, source: BlockSource, monkeypatch: pytest.MonkeyPatch
+    node: Node, index: Index, register: Register, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    node.job.register_blocks(source)
+    register(node)
     monkeypatch.setattr("bootseer.cache.cached_file._RESERVE_BYTES", 1 << 60)
     monkeypatch.setattr("bootseer.cache.cached_file._RESERVE_SHARE", 1.0)
     with pytest.raises(NotFoundError):
@@ -200,16 +209,14 @@ def test_what_the_cache_cannot_keep_is_refused_and_no_hole_is_sent(
     assert node.blocks.figures()["filled_bytes"] == filled > 0, "it is not fetched for every node that asks"  # type: ignore[operator]
 
 
-def test_another_index_under_the_name_is_refused(node: Node, index: Index, source: BlockSource, tmp_path: Path) -> None:
-    node.job.register_blocks(source)
-    described = tmp_path / "peers" / "files" / f"{index.identity}.index"
-    described.write_bytes(described.read_bytes()[:-1])
+def test_what_is_not_in_the_cache_is_not_served(node: Node, index: Index, tmp_path: Path) -> None:
+    node.job.register_blocks(index.identity, str(tmp_path / "store"), False, tmp_path / "cache")
     with pytest.raises(NotFoundError):
         node.ask(index, 0)
 
 
-def test_when_training_begins_it_may_stop(node: Node, index: Index, source: BlockSource) -> None:
-    node.job.register_blocks(source)
+def test_when_training_begins_it_may_stop(node: Node, index: Index, register: Register) -> None:
+    register(node)
     assert node.ask(index, 0) == DATA[:BLOCK]
     node.service._training_began()
     with pytest.raises(TransientError):

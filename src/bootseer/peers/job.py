@@ -4,7 +4,6 @@
     tls                 exists if connections are encrypted
     members.json        {"own": NAME, "peers": [{"name", "addresses", "rack"}, ...], "limit": BYTES PER SECOND}
     files/IDENTITY.json {"kind": "blocks", ...}: how the service of this node opens a file that it serves to peers
-    files/IDENTITY.index the index of a block file
     files/IDENTITY.ahead nodes that requested the file before any process here did, or have it from an earlier job
     state.json          statistics of the service, for `report` and `status`
     stage               the stage of this node's start, or `ready`: see `readiness`
@@ -30,7 +29,6 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct
 
-from bootseer.blocks.index import Index
 from bootseer.errors import CorruptError, NotFoundError, PermanentError
 from bootseer.io.files import replace_file
 from bootseer.peers.choice import Members, Peer
@@ -48,17 +46,6 @@ _MAX_WAIT_S: Final = 1.0
 _MAX_BYTES: Final = 16 << 20
 _MAX_AHEAD: Final = 16
 _MAX_UNKNOWN: Final = 4096
-
-
-class BlockSource(Struct, frozen=True):
-    """Where the service finds a block file."""
-
-    index: Index
-    store: str
-    """URI of the store that has its stripes."""
-    plain_http: bool
-    cache: Path
-    """Root of the node's cache."""
 
 
 class _Listed(Struct):
@@ -188,23 +175,9 @@ class JobPeers:
         except OSError:
             return set()
 
-    def register_blocks(self, source: BlockSource) -> None:
-        identity = source.index.identity
-        replace_file(self._file(identity, "index"), source.index.encode())
-        fields = {"store": source.store, "plain_http": source.plain_http, "cache": str(source.cache)}
-        self.register(identity, BLOCKS, fields)
-
-    def block_source(self, identity: str) -> BlockSource | None:
-        """The source given to `register_blocks`; None if there is no such block file."""
-        fields = self.registered(identity)
-        if fields is None or fields["kind"] != BLOCKS:
-            return None
-        try:
-            index = Index.parse(self._file(identity, "index").read_bytes())
-            source = BlockSource(index, str(fields["store"]), bool(fields["plain_http"]), Path(fields["cache"]))
-        except (OSError, KeyError, TypeError, CorruptError):
-            return None
-        return source if index.identity == identity else None
+    def register_blocks(self, identity: str, store: str, plain_http: bool, cache: Path) -> None:
+        """`register` a block file that is open in the cache with this root. `store`: URI of the store that has it."""
+        self.register(identity, BLOCKS, {"store": store, "plain_http": plain_http, "cache": str(cache)})
 
     def write_state(self, state: Mapping[str, Any]) -> None:
         replace_file(self.folder / "state.json", json.dumps(state).encode())

@@ -22,7 +22,7 @@ from bootseer.logs import logger
 from bootseer.peers.choice import RUN_BYTES, Level, Peer, Route, Step
 from bootseer.peers.client import Client, Watch
 from bootseer.peers.health import Health
-from bootseer.peers.job import BlockSource, JobPeers
+from bootseer.peers.job import JobPeers
 from bootseer.peers.protocol import MAX_RANGE, Question, Request
 
 _LOG = logger(__name__)
@@ -71,9 +71,9 @@ class PeerGroup:
         return None if job is None else cls(job)
 
     def file(self, index: Index, store: str, plain_http: bool, cache: Path) -> FilePeers:
-        """A file whose blocks the nodes have; also registers it to be served by this node. Like `BlockSource`."""
+        """A file whose blocks the nodes have; also registers it to be served by this node (`register_blocks`)."""
         try:
-            self.job.register_blocks(BlockSource(index, store, plain_http, cache))
+            self.job.register_blocks(index.identity, store, plain_http, cache)
         except OSError as error:
             _LOG.warning("this node does not serve %s: %s", index.identity[:16], error)
         return FilePeers(self, index)

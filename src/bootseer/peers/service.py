@@ -81,18 +81,19 @@ class BlockFiles:
         self._group: PeerGroup | None = None
 
     def open(self, job: JobPeers, identity: str) -> Content | None:
-        source = job.block_source(identity)
-        if source is None:
-            return None
-        place = (source.store, source.plain_http)
-        if place not in self._stores:
-            self._stores[place] = open_store(source.store, plain_http=source.plain_http, mirrored=True)
-        cached = Cache(source.cache).open(source.index)
+        match job.registered(identity):
+            case {"store": str(uri), "plain_http": bool(plain_http), "cache": str(root)}:
+                cached = Cache(Path(root)).open_existing(identity)
+            case _:
+                return None
+        cached.is_use = True  # by this job's other nodes
         self._cached.append(cached)
+        if (uri, plain_http) not in self._stores:
+            self._stores[uri, plain_http] = open_store(uri, plain_http=plain_http, mirrored=True)
         group = self._group = self._group or PeerGroup(job)
-        add = partial(self._fetcher.add, source.index, self._stores[place], cached)
+        add = partial(self._fetcher.add, cached.index, self._stores[uri, plain_http], cached)
         levels = (Level.GLOBAL, Level.RACK)
-        numbers = {level: add(peers=FilePeers(group, source.index, level)) for level in levels}
+        numbers = {level: add(peers=FilePeers(group, cached.index, level)) for level in levels}
         return _BlockFile(cached, self._fetcher, numbers)
 
     def figures(self) -> dict[str, object]:
