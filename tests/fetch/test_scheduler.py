@@ -476,3 +476,16 @@ def test_blocks_of_zeros_need_no_bytes_and_join_their_neighbours() -> None:
     assert answers == [b""]
     assert len(w.launched) == 1
     assert w.bytes == pytest.approx(2 * BLOCK)
+
+
+def test_what_is_planned_after_prefetching_was_stopped_is_not_requested() -> None:
+    """Long plans are queued in parts, and a full disk or a refusal may stop the prefetch in between."""
+    w = world()
+    w.prefetch((0, block) for block in range(100))
+    w.tick()
+    before = fetched(w, Purpose.HOT)
+    w.scheduler.stop_prefetch(0)
+    w.prefetch((0, block) for block in range(100, 200))
+    w.run()
+    assert fetched(w, Purpose.HOT) == before
+    assert not w.scheduler.wanted

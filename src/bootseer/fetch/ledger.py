@@ -142,7 +142,8 @@ class FileState(Struct):
     origins: Sequence[OriginQueues]
     """The peers, if there are any, then the store."""
     done: bytearray
-    reads_ahead: bool = True
+    prefetches: bool = True
+    """Whether blocks are requested that no reader waits for."""
 
 
 class Request(Struct):
@@ -278,7 +279,8 @@ class Ledger:
 
     def _add_hot(self, key: Key) -> None:
         """Queue a hot block for prefetch, behind earlier ones."""
-        if self.files[key[0]].done[key[1]]:
+        file = self.files[key[0]]
+        if file.done[key[1]] or not file.prefetches:
             return
         wanted = self.wanted.setdefault(key, Wanted())
         if wanted.prefetch is Purpose.HOT:
@@ -301,7 +303,7 @@ class Ledger:
 
     def stop_prefetch(self, number: int) -> None:
         """From now on, request only the blocks that readers wait for."""
-        self.files[number].reads_ahead = False
+        self.files[number].prefetches = False
         for key in [key for key in self.wanted if key[0] == number]:
             wanted = self.wanted[key]
             if wanted.prefetch is None:

@@ -185,10 +185,10 @@ class Routed(Ledger):
         number, block = key
         file, routes = self.files[number], self._routes.get(number)
         if routes is None:
-            return range(file.geometry.num_blocks if file.reads_ahead else 0)
+            return range(file.geometry.num_blocks if file.prefetches else 0)
         route, first = routes.route(block, now), block // routes.run_blocks * routes.run_blocks
         is_first = step == next(iter(route.steps), None)
-        may_read_ahead = file.reads_ahead and route.may_read_ahead and is_first
+        may_read_ahead = file.prefetches and route.may_read_ahead and is_first
         return range(first, first + routes.run_blocks) if may_read_ahead else range(0)
 
     def _may_ask(self, step: Hashable, purpose: Purpose, now: float) -> bool:
