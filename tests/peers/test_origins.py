@@ -95,7 +95,7 @@ def test_the_store_sends_one_copy_to_all(job: Job) -> None:
     assert job.copies == 1.0
     stats = job.nodes[0].fetcher.stats()
     assert len(job.owned("n0")) * BLOCK + stats.peer_bytes >= len(DATA) * 0.7  # a quarter of the blocks are zeros
-    assert set(stats.peers) == {"n1", "n2", "n3"}
+    assert set(job.nodes[0].group.stats()) == {"n1", "n2", "n3"}
 
 
 def test_waiting_for_an_owner_that_waits_for_the_store_is_not_lateness(

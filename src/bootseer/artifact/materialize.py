@@ -286,9 +286,9 @@ class Materializer:
                 with self.show(f"fetching {self.subject.name}", "blocks") as on_progress:
                     fetcher.pull_all(on_progress)
             finally:
-                facts.update(peer_numbers(asdict(fetcher.stats())))
                 fetcher.close()
                 if peers is not None:
+                    facts.update(peer_numbers(asdict(fetcher.stats()) | {"peers": peers.stats()}))
                     peers.close()
                 origin.close()
         self._verify_complete()

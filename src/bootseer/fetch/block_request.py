@@ -49,9 +49,6 @@ class Peers(Routes, Protocol):
     def sent_wrong(self, step: Any, error: CorruptError) -> None:
         """The peer of `step` sent a block with a wrong digest."""
 
-    def stats(self) -> dict[str, dict[str, float]]:
-        """What each peer sent, by name."""
-
 
 class StoreOrigin(Struct, frozen=True):
     """The store with the stripe of a file: a range is streamed."""

@@ -124,5 +124,4 @@ class Fetcher(Reads):
             ),
             bytes_by_purpose=dict(stats.bytes_by_purpose),
             requests_by_purpose=dict(stats.requests_by_purpose),
-            peers=next((file.peers.stats() for file in self._files if file.peers is not None), {}),
         )

@@ -26,8 +26,6 @@ class FetchStats(Struct):
     requests_by_purpose: dict[Purpose, int] = field(default_factory=lambda: dict.fromkeys(Purpose, 0))
     peer_bytes: int = 0
     """Part of `bytes_by_purpose` that came from other nodes of the job, uncompressed; the rest came from the store."""
-    peers: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Per peer, by name: `bytes`, `requests`, `late`, and the total `seconds` of its responses."""
     hedges: int = 0
     corrupt_blocks: int = 0
     first_corrupt: str = ""

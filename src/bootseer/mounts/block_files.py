@@ -124,6 +124,7 @@ class _OpenBlockFiles(Served):
         stats = asdict(self.fetcher.stats())
         for key in ("bytes_by_purpose", "requests_by_purpose"):
             stats[key] = {purpose.name.lower(): count for purpose, count in stats[key].items()}
+        stats["peers"] = self._peers.stats() if self._peers is not None else {}
         files = [
             {
                 "identity": cached.index.identity,

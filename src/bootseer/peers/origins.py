@@ -129,6 +129,7 @@ class PeerGroup:
         _LOG.warning("%s is no longer used: %s", peer, problem)
 
     def stats(self) -> dict[str, dict[str, float]]:
+        """What each node sent, by name: the fields of `Sent`."""
         with self.lock:
             return {name: asdict(sent) | {"seconds": round(sent.seconds, 3)} for name, sent in self.sent.items()}
 
@@ -170,9 +171,6 @@ class FilePeers:
 
     def sent_wrong(self, step: Step, error: CorruptError) -> None:
         self._group.sent_wrong(step.peer.name, str(error))
-
-    def stats(self) -> dict[str, dict[str, float]]:
-        return self._group.stats()
 
 
 def run_bytes(file_bytes: int) -> int:
