@@ -15,11 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from bootseer.blocks.index import is_identity
 from bootseer.errors import BootseerError, PermanentError, UsageError
 from bootseer.logs import logger
 from bootseer.peers.interfaces import is_address, listen_at_own
 from bootseer.peers.job import SECRET_BYTES
-from bootseer.peers.protocol import is_identity
 from bootseer.peers.readers import CachedContent, CachedFiles
 from bootseer.peers.server import Server
 

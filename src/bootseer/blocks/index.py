@@ -7,6 +7,7 @@ by it, and every location against its stripe. The format is docs/formats/block-f
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ _OFFSET = struct.Struct("<Q")
 _LENGTH = struct.Struct("<I")
 _BYTES_PER_BLOCK = _OFFSET.size + _LENGTH.size + 1 + DIGEST_BYTES
 MAX_INDEX_BYTES = _HEADER.size + MAX_STRIPES * _STRIPE.size + MAX_BLOCKS * _BYTES_PER_BLOCK + DIGEST_BYTES
+_IDENTITY = re.compile(r"[0-9a-f]{64}")
 # Columns are checked in pieces, so that checking needs little memory beside the index itself.
 _PIECE = 1 << 16
 
@@ -194,6 +196,11 @@ def encode_index(
         )
     )
     return body + blake3(body).digest()
+
+
+def is_identity(text: str) -> bool:
+    """Whether this may be the identity of an index."""
+    return _IDENTITY.fullmatch(text) is not None
 
 
 def is_block_size(block_size: int) -> bool:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from bootseer.blocks.index import Index
+from bootseer.blocks.index import Index, is_identity
 from bootseer.cache import disk, entries
 from bootseer.cache.cached_file import CachedFile
 from bootseer.cache.disk import Damaged, mapped
@@ -140,7 +140,7 @@ class Cache:
 
     def _paths(self) -> list[Path]:
         with mapped("read", self._files):
-            return sorted(path for path in self._files.iterdir() if disk.is_identity(path.name))
+            return sorted(path for path in self._files.iterdir() if is_identity(path.name))
 
     def _open(self, index: Index) -> CachedFile:
         entry = self._files / index.identity

@@ -10,7 +10,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import re
 import signal
 import stat
 from collections.abc import Iterator, Sequence
@@ -33,7 +32,6 @@ DURABLE = "durable"
 LEASE = "lease"
 LAST_USE = "last-use"
 
-_IDENTITY = re.compile(r"[0-9a-f]{64}")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -73,11 +71,6 @@ def mapped(action: str, path: Path) -> Iterator[None]:
         if error.errno in _BUSY:
             raise TransientError(message) from error
         raise PermanentError(message) from error
-
-
-def is_identity(name: str) -> bool:
-    """Whether a folder of this name is an entry."""
-    return _IDENTITY.fullmatch(name) is not None
 
 
 def boot_id() -> str:

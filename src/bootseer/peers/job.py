@@ -29,10 +29,10 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct
 
+from bootseer.blocks.index import is_identity
 from bootseer.errors import CorruptError, NotFoundError, PermanentError
 from bootseer.io.files import replace_file
 from bootseer.peers.choice import Members, Peer
-from bootseer.peers.protocol import is_identity
 from bootseer.peers.readiness import Readiness
 
 FOLDER: Final = "BOOTSEER_PEERS_DIR"

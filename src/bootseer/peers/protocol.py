@@ -32,7 +32,7 @@ from typing import Final, NamedTuple
 
 from msgspec import Struct, field
 
-from bootseer.blocks.index import MAX_BLOCK_SIZE
+from bootseer.blocks.index import MAX_BLOCK_SIZE, is_identity
 from bootseer.errors import CorruptError
 from bootseer.peers.choice import Level
 from bootseer.peers.readiness import TARGET, StartReport
@@ -44,7 +44,6 @@ HELLO: Final = "/v1/hello"
 _FILES: Final = "/v1/files/"
 _READERS: Final = "/v1/readers/"
 _NONCE: Final = re.compile(r"[0-9a-f]{32}")
-_IDENTITY: Final = re.compile(r"[0-9a-f]{64}")
 _BLOCKS: Final = re.compile(r"([0-9a-f]{64})/([0-9]{1,9})/([0-9a-f]{1,8})")
 _SENDER: Final = re.compile(r"([!-~]{1,255})( keeps)?")
 _RANGE: Final = re.compile(r"bytes=(\d{1,18})-(\d{1,18})")
@@ -188,11 +187,6 @@ def parse_readers(body: bytes) -> dict[str, int]:
         return {name: int(blocks, 16) for name, blocks in lines}
     except ValueError as error:
         raise CorruptError("malformed answer of a peer") from error
-
-
-def is_identity(text: str) -> bool:
-    """Whether this is a valid identity of an index."""
-    return _IDENTITY.fullmatch(text) is not None
 
 
 def encode_answer(status: int, length: int = 0, fields: str = "") -> bytes:

@@ -23,6 +23,7 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
+from bootseer.blocks.index import is_identity
 from bootseer.cache.cache import Cache
 from bootseer.cache.cached_file import CachedFile
 from bootseer.errors import BootseerError, NotFoundError, TransientError
@@ -36,7 +37,7 @@ from bootseer.peers.job import JobPeers
 from bootseer.peers.members import Membership, Source
 from bootseer.peers.names import HostsFile
 from bootseer.peers.origins import FilePeers, PeerGroup
-from bootseer.peers.protocol import Question, is_identity
+from bootseer.peers.protocol import Question
 from bootseer.peers.readers import CachedBlocks, CachedContent
 from bootseer.peers.readiness import READY, Readiness, StartReport
 from bootseer.peers.server import FILLING_EVERY_S, Content, Server
