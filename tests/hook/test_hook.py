@@ -110,6 +110,21 @@ def test_reads_are_reported_with_api_and_bytes(trained):
     assert all(read.attrs["bytes"] > 8000 for read in reads)
 
 
+def test_reads_by_bootseers_own_loader_are_reported(hooked, events, tmp_path):
+    job = (
+        "import torch\nfrom safetensors.torch import save_file\n"
+        "from bootseer.checkpoint import safetensors as ours\n"
+        f"save_file({{'w': torch.zeros(4000)}}, {str(tmp_path / 'model.safetensors')!r})\n"
+        f"ours.load_file({str(tmp_path / 'model.safetensors')!r})\n"
+        f"ours.load_sharded({str(tmp_path)!r})\n"
+    )
+    done = hooked(job)
+    assert done.returncode == 0, done.stderr
+    reads = [e.attrs for e in events() if e.stage == STAGE + "checkpoint_read" and e.phase == "begin"]
+    assert [read["api"].rpartition(".")[2] for read in reads] == ["load_file", "load_sharded"]
+    assert all(read["bytes"] > 16000 for read in reads)
+
+
 def test_evaluation_is_not_the_first_step(trained):
     _, events = trained
     first = next(e for e in events if e.stage == "first_step" and e.rank == 0)

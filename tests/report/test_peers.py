@@ -55,3 +55,24 @@ def test_facts_of_a_wrong_type_are_ignored() -> None:
     (row,) = analyse(marks, Options()).peers
     assert (row.peers, row.sent_bytes) == (0, 0)
     assert len(peers_summary([row])) == 2
+
+
+def test_bytes_that_no_process_reports_as_received_are_not_reported_as_none() -> None:
+    """Training code that loads its checkpoint without a mount has no figures of its own."""
+    told = {"until": "end", "peers": 2, "interfaces": f"eth0={300 * MIB}"}
+    nodes = [event(name, "peers_start", **told, sent_bytes=300 * MIB) for name in ("n0", "n1")]
+    assert peers_summary(analyse(nodes, Options()).peers)[0] == (
+        "2 nodes together sent 600.0 MiB to each other; what training code reads itself (StripedReader, safetensors,"
+        " fsspec) is not counted as received"
+    )
+    mounted = [event(name, "checkpoint_start", place_bytes=MIB, peer_bytes=20 * MIB) for name in ("n0", "n1")]
+    lines = peers_summary(analyse([*nodes, *mounted], Options()).peers)
+    assert "got 40.0 MiB from other nodes, 2.0 MiB from the origin" in lines[0]
+    assert "sent 600.0 MiB to each other" in lines[1]
+
+
+def test_where_reports_of_nodes_are_missing_nothing_is_said_about_what_they_received() -> None:
+    sent = event("n0", "peers_start", until="end", peers=3, sent_bytes=300 * MIB)
+    assert [line.partition(" sent ")[0] for line in peers_summary(analyse([sent], Options()).peers)] == [
+        "n0 got 0 B from other nodes, 0 B from the origin, 0 B from the nodes' own caches"
+    ]

@@ -141,4 +141,7 @@ def after_import_of() -> dict[str, Callable[[ModuleType], object]]:
         "torch.distributed.elastic.rendezvous.static_tcp_rendezvous": mark_stores,
         "torch.distributed.rendezvous": mark_stores,
         "safetensors.torch": mark_reads("load_file", "load_model", "load", api="safetensors.torch"),
+        "bootseer.checkpoint.safetensors.model": mark_reads(
+            "load_file", "load_sharded", api="bootseer.checkpoint.safetensors"
+        ),
     }

@@ -1,4 +1,4 @@
-"""Mark reads of checkpoints: torch.load, torch.distributed.checkpoint.load, safetensors.
+"""Mark reads of checkpoints: torch.load, torch.distributed.checkpoint.load, safetensors and BootSeer's reader of it.
 
 A read within another one (DCP uses torch.load) is part of the outer one. File names are not recorded.
 """

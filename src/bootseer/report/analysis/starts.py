@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from statistics import median
-from typing import Any
+from typing import Any, Final
 
 from bootseer.report.analysis.lanes import TRAINING_BEGAN
 from bootseer.report.analysis.spans import Key, Span, StartupSpans
@@ -42,6 +42,10 @@ _MAX_RESTARTS = 10
 _UNEVEN = 1.5
 _MAX_S = 1e12
 """Sums of larger numbers may be infinite, which JSON cannot express."""
+_SENT_MORE: Final = 1.25
+"""Nodes that sent more than this times what they received, and ..."""
+_SENT_MORE_BYTES: Final = 16 << 20
+"""... so many bytes more, sent the rest to processes that do not report what they read."""
 _IMAGE_WAYS = {
     "hot": "loaded it lazily with a hot set",
     "lazy": "loaded it lazily without a hot set",
@@ -404,16 +408,23 @@ def peers_summary(peers: Sequence[PeersStart]) -> list[str]:
     """A line for the sources of bytes, one for the traffic per network interface, one for each problem."""
     if not peers:
         return []
-    sources = ", ".join(
-        f"{format_bytes(sum(values))} {where}"
-        for where, values in (
-            ("from other nodes", [one.peer_bytes for one in peers]),
-            ("from the origin", [one.origin_bytes + one.filled_bytes for one in peers]),
-            ("from the nodes' own caches", [one.cache_bytes for one in peers]),
-        )
+    received, sent = (sum(getattr(one, name) for one in peers) for name in ("peer_bytes", "sent_bytes"))
+    others = (
+        ("from the origin", sum(one.origin_bytes + one.filled_bytes for one in peers)),
+        ("from the nodes' own caches", sum(one.cache_bytes for one in peers)),
     )
     nodes = peers[0].node if len(peers) == 1 else f"{len(peers):,} nodes together"
-    lines = [f"{nodes} got {sources}{_until(peers)}"]
+    is_whole = len(peers) >= max(one.peers for one in peers)
+    is_more = is_whole and sent > received * _SENT_MORE + _SENT_MORE_BYTES
+    lines = []
+    if received or any(count for _, count in others) or not is_more:
+        sources = (f"{format_bytes(count)} {where}" for where, count in (("from other nodes", received), *others))
+        lines.append(f"{nodes} got {', '.join(sources)}{_until(peers)}")
+    if is_more:
+        lines.append(
+            f"{nodes} sent {format_bytes(sent)} to each other{_until(peers)}; what training code reads itself"
+            " (StripedReader, safetensors, fsspec) is not counted as received"
+        )
     carried: dict[str, int] = defaultdict(int)
     for one in peers:
         for word in one.interfaces.split():
