@@ -84,13 +84,14 @@ class BlockFiles:
     def open(self, job: JobPeers, identity: str) -> Content | None:
         match job.registered(identity):
             case {"store": str(uri), "plain_http": bool(plain_http), "cache": str(root)}:
-                cached = Cache(Path(root)).open_existing(identity)
+                pass
             case _:
                 return None
-        cached.is_use = True  # by this job's other nodes
-        self._cached.append(cached)
         if (uri, plain_http) not in self._stores:
             self._stores[uri, plain_http] = open_store(uri, plain_http=plain_http, mirrored=True)
+        cached = Cache(Path(root)).open_existing(identity)
+        cached.is_use = True  # by this job's other nodes
+        self._cached.append(cached)
         group = self._group = self._group or PeerGroup(job)
         add = partial(self._fetcher.add, cached.index, self._stores[uri, plain_http], cached)
         levels = (Level.GLOBAL, Level.RACK)
