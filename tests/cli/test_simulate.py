@@ -56,6 +56,13 @@ def test_values_are_compared(run: Run) -> None:
     assert slow["startup_s"] > fast["startup_s"]
 
 
+def test_compared_values_of_fields_with_one_name_are_told_apart(run: Run) -> None:
+    words = ["simulate", "--nodes", "02", "--arm", "lazy", *SMALL, "--json"]
+    words += ["--what-if", "image.fixed-s=1,2", "--what-if", "environment.fixed-s=0,1"]
+    arms = [start["arm"] for start in json.loads(run(*words).stdout)["starts"]]
+    assert arms == [f"lazy, image.fixed-s={image}, environment.fixed-s={env}" for image in (1, 2) for env in (0, 1)]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -67,7 +74,10 @@ def test_values_are_compared(run: Run) -> None:
         (["--calibrate", "report.json", "--html", "page.html"], "for starts, not for --calibrate or a month"),
         (["month", "--what-if", "month.nodes=8"], "a job of 16 nodes on a cluster of 8"),
         (["--nodes", "0"], "nodes"),
-        (["--nodes", "two"], "'nodes=[two]': the value must be"),
+        (["--nodes", "two"], "--nodes 'two': expected numbers of nodes, such as 16,64"),
+        (["--nodes", "2", "--what-if", "nodes=2,4"], "nodes is given more than once"),
+        (["--what-if", "image.gb=1,2", "--what-if", "image.gb=3"], "image.gb is given more than once"),
+        (["--what-if", 'name="a/b"', "--events", "events"], "'a/b' cannot be part of a file name"),
         (["--html", "no-such-folder/page.html"], "no-such-folder: no such folder"),
         (["--what-if", "links.node-gbit=fast"], "'links.node-gbit=fast': the value must be"),
         (["--what-if", "fault=[{upload-factor=0}]"], "a fault needs a node or a datanode"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -76,10 +77,8 @@ def simulate_command(
     bootseer simulate --calibrate monday.json --calibrate tuesday.json > my-cluster.toml
     bootseer simulate my-cluster.toml --what-if links.registry-gbit=100 --json
     """
-    variants = [
-        (label, read_scenario(scenario, [*chosen, *([f"nodes=[{nodes}]"] if nodes is not None else [])]))
-        for label, chosen in _variants(changes)
-    ]
+    numbers = [] if nodes is None else [f"nodes=[{_numbers(nodes)}]"]
+    variants = [(label, read_scenario(scenario, [*chosen, *numbers])) for label, chosen in _variants(changes, *numbers)]
     wanted = variants[0][1]
     month = wanted.month if nodes is None else None
     if len(variants) > 1 and (reports or events or month):
@@ -98,8 +97,7 @@ def simulate_command(
     if html is not None and not html.parent.is_dir():
         raise UsageError(f"{html.parent}: no such folder")
     if events is not None:  # before the simulation, which can take minutes
-        with os_errors_as(PermanentError, events):
-            events.mkdir(parents=True, exist_ok=True)
+        _make_folder(events, wanted.name)
     done = _simulated([
         (label, variant, number, arm, one)
         for number in dict.fromkeys(wanted.nodes) for arm in dict.fromkeys(arms or ARMS) for label, variant in variants
@@ -169,23 +167,50 @@ def _calibrate(scenario: Scenario, reports: tuple[Path, ...], output: Output) ->
     )
 
 
-def _variants(changes: tuple[str, ...]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """All combinations of the values to compare, each with a label; without any, one with an empty label."""
+def _numbers(nodes: str) -> str:
+    """The list of `--nodes`, as a value of TOML."""
+    numbers = [one.strip() for one in nodes.split(",")]
+    if not all(re.fullmatch("[0-9]{1,9}", one) for one in numbers):
+        raise UsageError(f"--nodes {nodes!r}: expected numbers of nodes, such as 16,64")
+    return ",".join(str(int(one)) for one in numbers)
+
+
+def _variants(changes: tuple[str, ...], *others: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """All combinations of the values to compare, each with a label; without any, one with an empty label.
+
+    `others`: changes by other options. Each value is changed once: the label of a combination would otherwise name a
+    value that a later change replaces.
+    """
     several = []
     for change in changes:
         path, separator, value = change.partition("=")
         values = value.split(",") if separator and value.lstrip()[:1] not in ("[", "{", '"', "'") else [value]
-        several.append([f"{path}{separator}{one}" for one in values])
-    for chosen in product(*several):
-        changed = [one.partition("=") for one, values in zip(chosen, several, strict=True) if len(values) > 1]
-        compared = [f"{path.rpartition('.')[2]}={value}" for path, _, value in changed]
-        yield ", ".join(compared), chosen
+        several.append((path.strip(), [f"{path}{separator}{one}" for one in values]))
+    paths = [path for path, _ in several]
+    for path in paths:
+        if [*paths, *(one.partition("=")[0] for one in others)].count(path) > 1:
+            raise UsageError(f"{path} is given more than once")
+    compared = [path for path, values in several if len(values) > 1]
+    last = [path.rpartition(".")[2] for path in compared]
+    names = {path: name if last.count(name) == 1 else path for path, name in zip(compared, last, strict=True)}
+    for chosen in product(*(values for _, values in several)):
+        given = (one.partition("=")[2] for one in chosen)
+        labels = [f"{names[path]}={value}" for path, value in zip(paths, given, strict=True) if path in names]
+        yield ", ".join(labels), chosen
 
 
 def _draw(html: Path, document: dict[str, Any], variants: list[Scenario]) -> None:
     parameters = {f"{one.name} ({one.digest})": one.text for one in variants}
     document = {**document, "parameters": ", ".join(dict.fromkeys(one.digest for one in variants))}
     write_file(html, page(f"Simulated starts: {variants[0].name}", figures_of(document), parameters))
+
+
+def _make_folder(events: Path, name: str) -> None:
+    """Create the folder for the events of a scenario, whose name is part of the names of the files."""
+    if "/" in name or "\0" in name:
+        raise UsageError(f"{name!r} cannot be part of a file name", hint="--what-if 'name=\"NAME\"'")
+    with os_errors_as(PermanentError, events):
+        events.mkdir(parents=True, exist_ok=True)
 
 
 def _write(folder: Path, outcome: Outcome, name: str) -> None:

@@ -69,7 +69,7 @@ def read_report(path: Path) -> Report:
         report = msgspec.json.decode(text, type=Report)
     except (ValueError, msgspec.MsgspecError) as error:
         raise UsageError(f"{path}: not the output of `bootseer report --json`: {error}") from error
-    if not report.startup.num_nodes:
+    if report.startup.num_nodes < 1:
         raise UsageError(f"{path}: a report without nodes")
     return report
 
