@@ -98,7 +98,9 @@ def test_latest_resolves_to_the_name_in_the_file_or_to_itself(tmp_path: Path) ->
     assert resolve(tmp_path / "latest").latest() == resolve(tmp_path / "latest")
     (tmp_path / "latest").write_text("step-7\n")
     assert resolve(tmp_path / "latest").latest() == resolve(tmp_path / "step-7")
+    assert resolve(tmp_path / "latest" / "a" / "b").latest() == resolve(tmp_path / "step-7" / "a" / "b")
     (tmp_path / "latest").write_text("../../etc\n")
+    assert resolve(tmp_path / "latest" / "a").latest() == resolve(tmp_path / "latest" / "a")
     with pytest.raises(CorruptError, match="latest"):
         resolve(tmp_path / "latest").latest()
 

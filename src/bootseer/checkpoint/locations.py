@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from bootseer.artifact.places import blocks_folder, cache_root
 from bootseer.cache.cache import Cache
 from bootseer.checkpoint.files import Files
-from bootseer.checkpoint.latest import LATEST, read_latest
+from bootseer.checkpoint.latest import LATEST, latest_or_none, read_latest
 from bootseer.checkpoint.reading.file import CheckpointFile
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.writing.writing import Writing
@@ -102,12 +102,15 @@ class Location(Struct, frozen=True):
             return file.read(0, file.size_bytes)
 
     def latest(self) -> Location:
-        """The checkpoint that this names: what `latest` says if that is its name, otherwise itself."""
-        folder, _, name = self.path.rpartition("/")
-        if name != LATEST:
+        """What this names once the file `latest`, as its last name or the folder of others, is replaced by the
+        checkpoint that it names; itself where no such file is."""
+        parts = self.path.split("/")
+        if LATEST not in parts:
             return self
-        chosen = read_latest(self.system.place, folder)
-        return self if chosen is None else replace(self, path=posixpath.join(folder, chosen))
+        at = len(parts) - 1 - parts[::-1].index(LATEST)
+        folder, below = "/".join(parts[:at]), parts[at + 1 :]
+        chosen = (latest_or_none if below else read_latest)(self.system.place, folder)
+        return self if chosen is None else replace(self, path=posixpath.join(folder, chosen, *below))
 
 
 def is_below(name: object) -> bool:

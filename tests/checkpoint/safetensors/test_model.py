@@ -212,6 +212,16 @@ def test_a_model_of_many_files_is_read_as_one(tmp_path: Path) -> None:
         assert_equal(found[name], tensor)
 
 
+def test_files_of_the_latest_checkpoint_are_read(tmp_path: Path) -> None:
+    (tmp_path / "step-7").mkdir()
+    safetensors.torch.save_file({"w": torch.ones(3)}, tmp_path / "step-7" / "model.safetensors")
+    (tmp_path / "latest").write_text("step-7\n")
+    assert load_file(tmp_path / "latest" / "model.safetensors")["w"].tolist() == [1, 1, 1]
+    assert load_sharded(tmp_path / "latest")["w"].tolist() == [1, 1, 1]
+    with safe_open(tmp_path / "latest" / "model.safetensors") as file:
+        assert file.get_tensor("w").tolist() == [1, 1, 1]
+
+
 def test_files_of_tensors_that_are_not_requested_are_not_opened(tmp_path: Path) -> None:
     sharded(tmp_path)
     (tmp_path / "model-1.safetensors").unlink()

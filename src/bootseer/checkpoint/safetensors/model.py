@@ -116,7 +116,7 @@ def load_file(
 
     Raises `NotFoundError` for a missing file or name, `CorruptError` for a damaged file.
     """
-    file = resolve(uri)
+    file = resolve(uri).latest()
     wanted = None if names is None else {"": names}
     return _load(file, [""], device, wanted)
 
@@ -243,7 +243,7 @@ class safe_open:  # noqa: N801 - the name that users know
     def __init__(self, uri: str | os.PathLike[str], framework: str = "pt", device: Device = "cpu") -> None:
         if framework not in ("pt", "torch", "pytorch"):
             raise UsageError(f"{framework}: tensors are made for PyTorch only", hint='framework="pt"')
-        folder = resolve(uri)
+        folder = resolve(uri).latest()
         self._where = folder.uri
         self._device = device
         self._file = folder.open()
