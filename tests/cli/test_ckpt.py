@@ -343,6 +343,13 @@ def test_a_file_can_go_to_standard_output(ckpt: Run, job: str, source: Path, tmp
     assert "cannot be written" in refused.stderr
 
 
+def test_an_empty_name_is_an_error_and_not_the_default(ckpt: Run, job: str, source: Path) -> None:
+    """Scripts pass variables that are not set."""
+    assert "'' cannot be the name of a checkpoint" in ckpt("put", str(source), job, "--name", "", code=2).stderr
+    ckpt("put", str(source), job)
+    assert "DST is empty" in ckpt("get", f"{job}/step-10", "", "--replace", code=2).stderr
+
+
 def test_a_file_is_not_a_job(ckpt: Run, source: Path, tmp_path: Path) -> None:
     for words in (("list", "step-10/model"), ("put", str(source), "step-10/model"), ("latest", "step-10/model")):
         assert "is not a folder" in ckpt(*words, code=1).stderr

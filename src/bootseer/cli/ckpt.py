@@ -72,7 +72,11 @@ def put_command(
         )
         try:
             put = put_checkpoint(
-                files.place, local, name or local.name, settings=settings, progress=progress.show_bytes
+                files.place,
+                local,
+                local.name if name is None else name,
+                settings=settings,
+                progress=progress.show_bytes,
             )
         except AlreadyExistsError as error:
             raise UsageError(str(error), hint="give --name NAME or --replace", exit_code=1) from error
@@ -131,6 +135,8 @@ def get_command(checkpoint: str, target: str | None, only: tuple[str, ...], repl
     bootseer ckpt get hdfs://namenode/jobs/moe/step-1000/.metadata
     bootseer ckpt get hdfs://namenode/jobs/moe/step-1000/config.json - | jq .
     """
+    if target == "":  # an unset variable of a script
+        raise UsageError("DST is empty", hint="leave it out to copy to the current folder")
     folder, name = split(checkpoint)
     began_s = time.monotonic()
     with interruptible(once=True), files_at(folder) as files, Progress("reading") as progress:
