@@ -24,6 +24,7 @@ from bootseer.peers.client import Client, Watch
 from bootseer.peers.health import Health
 from bootseer.peers.job import JobPeers
 from bootseer.peers.protocol import MAX_RANGE, Question, Request
+from bootseer.peers.readers import UNIT_BLOCKS
 
 _LOG = logger(__name__)
 _MIN_RUN_BYTES: Final = 1 << 20
@@ -95,14 +96,14 @@ class PeerGroup:
             sent.wrong += isinstance(problem, CorruptError)
             sent.seconds += time.monotonic() - watch.begun_s
 
-    def ask(self, question: Question, unit: int) -> dict[str, int]:
+    def ask(self, question: Question) -> dict[str, int]:
         """The nodes to get blocks of a unit from, by name, and the blocks as bits, as its owner says; empty if none
         answers. Blocks for the answer."""
         silent: frozenset[str] = frozenset()
         for _ in range(_TRIES):
             with self.lock:
                 absent = self.health.absent(time.monotonic()) | silent
-            owner = self.job.members().owner(question.file, unit, absent)
+            owner = self.job.members().owner(question.file, question.first // UNIT_BLOCKS, absent)
             if owner is None:
                 break
             with self.lock:

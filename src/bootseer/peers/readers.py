@@ -120,11 +120,9 @@ class CachedFiles:
         self._leases: OrderedDict[str, CachedFile] = OrderedDict()
 
     def open(self, job: JobPeers, identity: str) -> CachedContent | None:
-        """The content of a file registered as `CHECKPOINT`, None for others. Raises `BootseerError`."""
-        registered = job.registered(identity)
-        if registered is None or registered["kind"] != CHECKPOINT or not isinstance(registered.get("cache"), str):
-            return None
-        return CachedContent(self, Path(registered["cache"]), identity)
+        """The content of a file registered as `CHECKPOINT`. Raises `BootseerError`."""
+        root = (job.registered(identity) or {}).get("cache")
+        return CachedContent(self, Path(root), identity) if isinstance(root, str) else None
 
     def lease(self, root: Path, identity: str) -> CachedFile:
         """The file, kept open while it is among the most recently used. Raises `BootseerError`."""

@@ -91,7 +91,7 @@ class OfferedObject:
             return None
         with contextlib.closing(PeerGroup(self.job)) as group:
             question = Question(self.digest, 0, 1, members.own or "-", bool(members.own))
-            name = next(iter(group.ask(question, 0)), "")  # of a node that reads or has it
+            name = next(iter(group.ask(question)), "")  # of a node that reads or has it
             peer = next((peer for peer in members.peers if peer.name == name), None)
             if peer is None:
                 return None

@@ -102,7 +102,7 @@ class PeerChunks:
                 return {}
             self._registered.add(file)
         question = Question(file, unit.first, blocks, members.own or "-", shareable and bool(members.own), without)
-        found = group.ask(question, unit.first // UNIT_BLOCKS)
+        found = group.ask(question)
         return {block: name for name, mask in found.items() for block in bits(mask & blocks)}
 
     def not_kept(self, index: Index, block: int) -> None:
