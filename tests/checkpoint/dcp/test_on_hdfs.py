@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -103,6 +104,14 @@ def test_parts_of_a_file_are_read_by_fsspec(cluster: HdfsCluster) -> None:
     assert system.cat_ranges([f"{root}/file"] * 3, starts, [start + 1000 for start in starts]) == [
         data[start : start + 1000] for start in starts
     ]
+
+
+def test_a_name_that_hdfs_refuses_is_an_error_of_the_open(cluster: HdfsCluster) -> None:
+    fs, folder = fsspec.url_to_fs(f"bootseer+{cluster.uri}/names")
+    with pytest.raises(OSError, match="colon in names") as caught:
+        fs.open(f"{folder}/a:b", "wb")
+    assert caught.value.errno == errno.EINVAL
+    assert not fs.exists(folder)
 
 
 def test_a_load_whose_data_is_unavailable_fails_and_names_the_checkpoint(cluster: HdfsCluster) -> None:

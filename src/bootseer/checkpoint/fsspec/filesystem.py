@@ -305,6 +305,8 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc] # fsspec h
         if mode not in ("wb", "xb"):
             raise OSError(errno.EOPNOTSUPP, f"files are read or written whole, not opened with {mode!r}", path)
         with self._at(path) as (system, below):
+            if reason := system.place.name_problem(posixpath.basename(below)):
+                raise OSError(errno.EINVAL, reason, path)
             try:
                 writer = system.writing.open(below, mode=system.mode(0o666))
             except NotFoundError:

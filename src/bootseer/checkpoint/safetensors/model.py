@@ -21,7 +21,7 @@ from bootseer.checkpoint.ranges import GAP_BYTES, Range, Span, join, spread
 from bootseer.checkpoint.reading.file import CheckpointFile
 from bootseer.checkpoint.safetensors.header import Header, TensorEntry, read_header
 from bootseer.checkpoint.tensors import dtype_of, empty_bytes, memory_of
-from bootseer.errors import CorruptError, NotFoundError, UsageError
+from bootseer.errors import CorruptError, NotFoundError, PermanentError, UsageError
 from bootseer.io.tasks import Tasks
 
 
@@ -162,7 +162,9 @@ def _load(
             to_close.callback(file.close)
             uri = folder.where(name) if name else folder.uri
             header = read_header(file, uri)
-            return _File(file, header, _chosen(header, None if names is None else names[name], uri))
+            chosen = _chosen(header, None if names is None else names[name], uri)
+            _check_types(chosen, uri)
+            return _File(file, header, chosen)
 
         with Tasks("bootseer-safetensors", _THREADS) as threads:
             found = dict(zip(files, threads.map(begin, files), strict=True))
@@ -205,6 +207,15 @@ def _chosen(header: Header, names: Iterable[str] | None, uri: str) -> dict[str, 
     if missing:
         raise NotFoundError(f"{uri}: has no tensor {missing[0]}")
     return {name: header.tensors[name] for name in names}
+
+
+def _check_types(tensors: Mapping[str, TensorEntry], uri: str) -> None:
+    """Raise `PermanentError` for a type that PyTorch does not have, before anything is read."""
+    for name, entry in tensors.items():
+        try:
+            dtype_of(entry.dtype)
+        except PermanentError as error:
+            raise PermanentError(f"{uri}: {name}: {error}; `names` selects other tensors") from None
 
 
 def _read_span(file: CheckpointFile, data: int, span: Span[_Named], device: Device) -> dict[str, torch.Tensor]:
