@@ -116,7 +116,7 @@ def test_nodes_that_do_not_get_it_are_waited_for_once_in_all(
     for node in (first, second):
         node.offer()
         with closing(PeerGroup(node.job)) as group:
-            group.ask(Question(node.offered.digest, 0, 1, node.peer.name, True), 0)
+            group.ask(Question(node.offered.digest, 0, 1, node.peer.name, True))
     third.offer()
     assert third.offered.get(third.said.append) is None
     assert (first.server.served.requests, second.server.served.requests) == (0, 1)
