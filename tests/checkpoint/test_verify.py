@@ -111,6 +111,18 @@ def test_a_damaged_head_is_a_problem_of_its_file_and_other_files_are_still_verif
     assert [problem.path for problem in problems] == ["ckpt/a", "ckpt/b"]
 
 
+def test_a_checkpoint_whose_save_did_not_end_is_a_problem(files: Files) -> None:
+    """Files of two saves may be mixed in it: a save over a checkpoint removes its .metadata first."""
+    for name in ("step-1/__0_0.distcp", "step-1/.metadata", "step-2/__0_0.distcp"):
+        files.place.make_folder(name.partition("/")[0], parents=True)
+        files.place.write_bytes(name, b"data")
+    problem = only(verify(files, "").problems)
+    assert (problem.path, problem.length) == ("step-2", 0)
+    assert "not saved completely" in problem.what
+    assert only(verify(files, "step-2").problems) == problem
+    assert verify(files, "step-2/__0_0.distcp").problems == []
+
+
 def test_a_missing_file_cannot_be_verified(files: Files) -> None:
     with pytest.raises(NotFoundError):
         verify(files, "nothing")

@@ -12,8 +12,8 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
 
 from msgspec import Struct
 
@@ -89,14 +89,23 @@ def missing_parts(files: Files, path: str) -> list[str]:
         return [part for parts in threads.map(missing, striped) for part in parts]
 
 
+UNSAVED: Final = "was not saved completely: PyTorch's .metadata is missing"
+
+
+def unsaved(paths: Iterable[str]) -> set[str]:
+    """The folders with checkpoints of PyTorch's DCP whose save did not end, of these paths of files."""
+    names = [path.rpartition("/") for path in paths]
+    # PyTorch writes that last. A folder may hold several of its checkpoints.
+    saved = {folder for folder, _, name in names if name.endswith(".metadata")}
+    return {folder for folder, _, name in names if name.endswith(".distcp")} - saved
+
+
 def flaw(files: Files, path: str) -> str:
     """Why a checkpoint is not complete, by listings alone, to follow its name and "which"; "" if it seems to be."""
     try:
-        names = [info.path.rpartition("/") for info in walk(files, path)]
-        # PyTorch writes that last. A folder may hold several of its checkpoints.
-        saved = {folder for folder, _, name in names if name.endswith(".metadata")}
-        if any(name.endswith(".distcp") and folder not in saved for folder, _, name in names):
-            return "was not saved completely: PyTorch's .metadata is missing"
+        names = [info.path for info in walk(files, path)]
+        if unsaved(names):
+            return UNSAVED
         if not names:
             return "is empty"
         return "has lost some of its parts" if missing_parts(files, path) else ""

@@ -233,10 +233,10 @@ def _problem_lines(problems: Sequence[Problem]) -> list[str]:
         alike.setdefault(key, []).append(problem)
     lines = []
     for first, *more in alike.values():
-        where = f"bytes {first.offset:,} to {first.offset + first.length:,}"
+        where = f": bytes {first.offset:,} to {first.offset + first.length:,}" if first.length else ""
         part = f", part {first.part}" if first.part else ""
         node = f" on {first.node}" if first.node else ""
         places = f" (and {plural(len(more), 'more place')} in it)" if more else ""
         repair = "; can be rebuilt from parity" if first.repairable else ""
-        lines.append(f"{first.path}: {where}{part}{node}: {first.what}{repair}{places}")
+        lines.append(f"{first.path}{where}{part}{node}: {first.what}{repair}{places}")
     return lines
