@@ -252,12 +252,17 @@ class Neighbour:
     def __init__(self, data, has, damaged):
         self.data, self.has, self.damaged = data, has, damaged
         self.lies = []
+        self.compared_with = 0
 
     def route(self, block, now):
         return self
 
     def at(self, step):
         return self
+
+    def store_sent(self, num_bytes, seconds):
+        assert seconds > 0
+        self.compared_with += num_bytes
 
     def sent_wrong(self, step, error):
         self.lies.append((step, str(error)))
@@ -283,6 +288,7 @@ def test_plain_blocks_of_another_node_are_verified_and_the_store_gives_the_rest(
         stats = fetcher.stats()
     assert stats.corrupt_blocks == 1
     assert [step for step, _ in near.lies] == ["neighbour"]
+    assert near.compared_with >= BLOCK
     assert BLOCK * 40 < stats.peer_bytes < sum(stats.bytes_by_purpose.values())
     assert cached.path.read_bytes() == data
     cached.close()

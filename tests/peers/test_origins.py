@@ -13,9 +13,11 @@ import pytest
 
 from bootseer.artifact.mounting import numbers_of
 from bootseer.blocks.index import Index
+from bootseer.errors import TransientError
 from bootseer.mounts.block_files import BlockFileService
-from bootseer.peers.choice import Members, Peer
+from bootseer.peers.choice import Level, Members, Peer, Step
 from bootseer.peers.job import BLOCKS, FOLDER, SWITCH, JobPeers
+from bootseer.peers.origins import PeerOrigin
 from bootseer.store.file import FileStore
 from fetch.files import BLOCK, content, stored
 from peers.nodes import SECRET, Node
@@ -131,6 +133,18 @@ def test_a_silent_owner_is_late_and_another_node_takes_its_place(job: Job) -> No
         job.read_all(job.nodes[:3])
     assert job.copies <= 1.25
     assert sum(sent.get("late", 0) for sent in job.sent_by("n3")) > 0
+
+
+def test_a_slow_node_is_compared_with_the_store_once(job: Job) -> None:
+    """Compared with itself alone it would never be slow."""
+    group, peer = job.nodes[0].group, job.nodes[1].peer
+    asked = group.health.begin(peer.name, 0.0)
+    group.health.received(asked, 1 << 20, 2.0)
+    group.health.ended(asked, late=False, now_s=4.0)
+    origin = PeerOrigin(group, Step(peer, Level.GLOBAL))
+    with pytest.raises(TransientError, match="for comparison"):
+        list(origin.read(job.index, range(64), 5.0))
+    assert not group.must_compare(peer.name, 64 * BLOCK)
 
 
 def test_a_wrong_byte_in_an_owners_cache_is_never_delivered_and_the_owner_is_named(

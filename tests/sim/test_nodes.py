@@ -212,6 +212,15 @@ def test_an_owner_whose_answers_are_all_slow_delays_nothing_though_none_is_late(
     assert outcome.registry_bytes < 1.2 * healthy.registry_bytes
 
 
+def test_the_only_other_node_is_left_if_the_registry_is_much_faster() -> None:
+    """It is compared with the registry. Compared with itself alone it sent all that it had, in 133 s."""
+    changes = ["image.gb=6", "environment.gb=0.1", "checkpoint.gb=0", "rest.import-s=1", "nodes=[2]"]
+    scenario = read_scenario("moe", changes)
+    slow = msgspec.structs.replace(scenario, fault=[Fault(node=1, upload_factor=0.01)])
+    healthy, outcome = simulate(scenario, 2, "bootseer"), simulate(slow, 2, "bootseer")
+    assert outcome.began_s < 3 * healthy.began_s
+
+
 def test_a_refused_request_to_the_registry_is_retried() -> None:
     scenario = read_scenario("moe", [*SMALL, "links.registry-requests-per-s=40"])
     outcome = simulate(scenario, 2, "without peers")

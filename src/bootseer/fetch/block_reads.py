@@ -115,7 +115,8 @@ class Reads:
         Returns its number. The caller closes all of them after this fetcher.
         """
         marks = index.num_blocks
-        file = File(index, StoreOrigin(store), peers, cached, bytearray(marks), bytearray(marks))
+        origin = StoreOrigin(store, None if peers is None else peers.store_sent)
+        file = File(index, origin, peers, cached, bytearray(marks), bytearray(marks))
         here = bytearray(b"\1" * marks)
         for blocks in file.missing():
             here[blocks.start : blocks.stop] = bytes(len(blocks))

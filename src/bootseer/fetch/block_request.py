@@ -6,6 +6,7 @@ Runs on a worker thread of the fetcher without locks. Holds at most one block an
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
@@ -46,6 +47,9 @@ class Peers(Routes, Protocol):
     def at(self, step: Any) -> Origin:
         """The origin for one step of a route."""
 
+    def store_sent(self, num_bytes: int, seconds: float) -> None:
+        """The store has sent so many bytes of the file to one request: peers are compared with it."""
+
     def sent_wrong(self, step: Any, error: CorruptError) -> None:
         """The peer of `step` sent a block with a wrong digest."""
 
@@ -55,6 +59,8 @@ class StoreOrigin(Struct, frozen=True):
 
     sends_plain: ClassVar[bool] = False
     store: Store
+    on_sent: Callable[[int, float], object] | None = None
+    """Called after each request with the bytes of the file and its seconds."""
 
     @property
     def uri(self) -> str:
@@ -68,6 +74,7 @@ class StoreOrigin(Struct, frozen=True):
         if not total:  # all-zero blocks are not stored
             yield from ((block, b"") for block in blocks)
             return
+        begun_s = time.monotonic()
         with contextlib.closing(self.store.read(stripe, start, total, timeout_s=timeout_s)) as pieces:
             for block, data in zip(blocks, _cut(pieces, [place.length for place in places]), strict=True):
                 if data is None:
@@ -75,6 +82,8 @@ class StoreOrigin(Struct, frozen=True):
                 yield block, data
             if next(pieces, b""):
                 raise TransientError(f"{self.uri}: {stripe}: the answer is longer than what was asked for")
+        if self.on_sent is not None:
+            self.on_sent(sum(map(index.length, blocks)), time.monotonic() - begun_s)
 
 
 class Claim(Struct):

@@ -60,6 +60,8 @@ class PeerGroup:
         self.client = Client(job.secret, job.pace, tls=job.tls)
         self.health = Health()
         self.sent: dict[str, Sent] = {}
+        self._compared: set[str] = set()
+        """Peers for whose comparison something was read elsewhere."""
 
     @classmethod
     def of_environment(cls, on_problem: Callable[[str], None]) -> PeerGroup | None:
@@ -87,6 +89,20 @@ class PeerGroup:
             sent = self.sent.setdefault(peer.name, Sent())
             sent.requests += 1
         return watch, sent, peer.addresses[sent.requests % len(peer.addresses)]
+
+    def must_compare(self, peer: str, length: int) -> bool:
+        """Whether `length` bytes must be read from another peer, or the origin, because nothing is known that this slow
+        peer could be compared with. True once for each peer."""
+        with self.lock:
+            if peer in self._compared or not self.health.is_unsure(peer, length):
+                return False
+            self._compared.add(peer)
+            return True
+
+    def origin_sent(self, num_bytes: int, seconds: float) -> None:
+        """The origin has sent this to one request: peers are compared with it."""
+        with self.lock:
+            self.health.origin_sent(num_bytes, seconds)
 
     def ended(self, watch: Watch, sent: Sent, problem: BootseerError | None, file: str) -> None:
         is_late = watch.ended(problem, file)
@@ -170,6 +186,9 @@ class FilePeers:
     def at(self, step: Step) -> PeerOrigin:
         return PeerOrigin(self._group, step)
 
+    def store_sent(self, num_bytes: int, seconds: float) -> None:
+        self._group.origin_sent(num_bytes, seconds)
+
     def sent_wrong(self, step: Step, error: CorruptError) -> None:
         self._group.sent_wrong(step.peer.name, str(error))
 
@@ -203,6 +222,8 @@ class PeerOrigin:
         start = blocks[0] * index.block_size
         length = min((blocks[-1] + 1) * index.block_size, index.size_bytes) - start
         group = self.group
+        if group.must_compare(self.step.peer.name, length):
+            raise TransientError(f"{self.uri}: read elsewhere, for comparison")
         request = Request(index.identity, start, length, self.step.level, group.job.members().own)
         watch, sent, address = group.begin(self.step.peer, length)
         parts = (memoryview(bytearray(index.length(block))) for block in blocks)

@@ -200,6 +200,7 @@ class Loader:
     ) -> None:
         self.job, self.node = job, node
         self.health = Health()
+        self._compared: set[str] = set()
         self.scheduler = Scheduler(WITHOUT_READ_AHEAD if is_service else FetchSettings(), jitter)
         self._engine = job.engine
         self._pending = PendingReads()
@@ -320,7 +321,13 @@ class Loader:
             num_bytes = len(request.mine) * file.stored_block_bytes
             rack = (node.rack.down,) if node.rack is not None else ()
             way = (store.link, *rack, node.down, node.cpu)
-            request.flow = self._engine.start(way, num_bytes, lambda: self._end(request, None))
+            length, begun_s = len(request.mine) * file.block_bytes, self._engine.now
+
+            def arrived() -> None:
+                self.health.origin_sent(length, self._engine.now - begun_s)
+                self._end(request, None)
+
+            request.flow = self._engine.start(way, num_bytes, arrived)
 
         self._engine.after(store.latency_s, flows)
         self._engine.after(fetch.timeout_s, lambda: self._end(request, TransientError("timed out")))
@@ -329,6 +336,10 @@ class Loader:
         file_number = request.fetch.file % self._num_files
         file, peer = self.job.files[file_number], self.job.by_name[step.peer.name]
         num_bytes = len(request.mine) * file.block_bytes
+        if peer.name not in self._compared and self.health.is_unsure(peer.name, num_bytes):
+            self._compared.add(peer.name)
+            self._engine.soon(lambda: self._end(request, TransientError("read elsewhere, for comparison")))
+            return
         request.asked = asked = self.health.begin(peer.name, self._engine.now, num_bytes)
 
         def connected() -> None:

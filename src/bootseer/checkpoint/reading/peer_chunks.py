@@ -73,8 +73,6 @@ class PeerChunks:
         self._slots = threading.Semaphore(_RECEIVING)
         self._registered: set[str] = set()
         self._received_s: dict[str, float] = {}
-        self._compared: set[str] = set()
-        """Peers for whose comparison a chunk was read elsewhere."""
 
     @property
     def position(self) -> float:
@@ -123,8 +121,7 @@ class PeerChunks:
 
     def place_sent(self, num_bytes: int, seconds: float) -> None:
         """A chunk was read from the place. Peers are compared with that."""
-        with self._group.lock:
-            self._group.health.origin_sent(num_bytes, seconds)
+        self._group.origin_sent(num_bytes, seconds)
 
     def read_from(self, peer: str, unit: Unit, read: PeerRead) -> None:
         """Queue the read of a chunk from this peer."""
@@ -153,10 +150,7 @@ class PeerChunks:
         found = next((one for one in members.peers if one.name == peer and one.addresses), None)
         with group.lock:
             is_absent = peer in group.health.absent(time.monotonic())
-            if not is_absent and peer not in self._compared and group.health.is_unsure(peer, len(read.into)):
-                self._compared.add(peer)
-                is_absent = True
-        if found is None or is_absent or read.is_stopped():
+        if found is None or is_absent or read.is_stopped() or group.must_compare(peer, len(read.into)):
             return False
         watch, sent, address = group.begin(found, len(read.into))
 
