@@ -37,8 +37,8 @@ def list_command(job: str, output: Output) -> None:
         except CorruptError as error:
             latest, problem = None, str(error)
         uri = files.place.uri
-        if not found and not refused and not any(files.list("")):  # a bucket has no folders that could be missing
-            problem = f"nothing is stored in {uri}"
+        # A bucket has no folders that could be missing.
+        is_empty = not found and not refused and not any(files.list(""))
     if latest is not None and latest not in refused and not any(one.is_latest for one in found):
         problem = f"latest names {latest}, which does not exist"
     now_s = time.time()
@@ -76,7 +76,7 @@ def list_command(job: str, output: Output) -> None:
         rows,
         *([styled(f"no permission to read {', '.join(refused)}", "yellow")] if refused else []),
         *([styled(problem, "red")] if problem else []),
-        f"{plural(len(found), 'checkpoint')} in {uri}",
+        f"{plural(len(found), 'checkpoint')} in {uri}" + (", where nothing at all is stored" if is_empty else ""),
     )
 
 
