@@ -112,8 +112,8 @@ def test_reads_are_reported_with_api_and_bytes(trained):
 
 def test_reads_by_bootseers_own_loader_are_reported(hooked, events, tmp_path):
     job = (
-        "import torch\nfrom safetensors.torch import save_file\n"
         "from bootseer.checkpoint import safetensors as ours\n"
+        "import torch\nfrom safetensors.torch import save_file\n"
         f"save_file({{'w': torch.zeros(4000)}}, {str(tmp_path / 'model.safetensors')!r})\n"
         f"ours.load_file({str(tmp_path / 'model.safetensors')!r})\n"
         f"ours.load_sharded({str(tmp_path)!r})\n"
