@@ -96,6 +96,8 @@ class _Known(Struct):
     """When it sent bytes most recently."""
     refused_s: float | None = None
     """Since when it has too many connections."""
+    compared: bool = False
+    """Whether `must_compare` was true for it."""
 
 
 class Health:
@@ -164,6 +166,14 @@ class Health:
         rates = self._rates()
         known = self._known.get(peer)
         return known is not None and rates == [known.rate] and length > known.rate * _UNSURE_S
+
+    def must_compare(self, peer: str, length: int) -> bool:
+        """Whether `length` bytes must be read from another peer, or the origin, to have a rate with which this slow
+        peer can be compared. True once for each peer."""
+        if not self.is_unsure(peer, length) or self._known[peer].compared:
+            return False
+        self._known[peer].compared = True
+        return True
 
     def _rates(self) -> list[float]:
         return [rate for rate in (*(known.rate for known in self._known.values()), self._origin_rate) if rate]

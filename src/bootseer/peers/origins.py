@@ -60,8 +60,6 @@ class PeerGroup:
         self.client = Client(job.secret, job.pace, tls=job.tls)
         self.health = Health()
         self.sent: dict[str, Sent] = {}
-        self._compared: set[str] = set()
-        """Peers for whose comparison something was read elsewhere."""
 
     @classmethod
     def of_environment(cls, on_problem: Callable[[str], None]) -> PeerGroup | None:
@@ -91,13 +89,9 @@ class PeerGroup:
         return watch, sent, peer.addresses[sent.requests % len(peer.addresses)]
 
     def must_compare(self, peer: str, length: int) -> bool:
-        """Whether `length` bytes must be read from another peer, or the origin, because nothing is known that this slow
-        peer could be compared with. True once for each peer."""
+        """As of `Health`."""
         with self.lock:
-            if peer in self._compared or not self.health.is_unsure(peer, length):
-                return False
-            self._compared.add(peer)
-            return True
+            return self.health.must_compare(peer, length)
 
     def origin_sent(self, num_bytes: int, seconds: float) -> None:
         """The origin has sent this to one request: peers are compared with it."""

@@ -200,7 +200,6 @@ class Loader:
     ) -> None:
         self.job, self.node = job, node
         self.health = Health()
-        self._compared: set[str] = set()
         self.scheduler = Scheduler(WITHOUT_READ_AHEAD if is_service else FetchSettings(), jitter)
         self._engine = job.engine
         self._pending = PendingReads()
@@ -336,8 +335,7 @@ class Loader:
         file_number = request.fetch.file % self._num_files
         file, peer = self.job.files[file_number], self.job.by_name[step.peer.name]
         num_bytes = len(request.mine) * file.block_bytes
-        if peer.name not in self._compared and self.health.is_unsure(peer.name, num_bytes):
-            self._compared.add(peer.name)
+        if self.health.must_compare(peer.name, num_bytes):
             self._engine.soon(lambda: self._end(request, TransientError("read elsewhere, for comparison")))
             return
         request.asked = asked = self.health.begin(peer.name, self._engine.now, num_bytes)
