@@ -46,8 +46,10 @@ class File:
         self._is_whole = is_whole
         self.waiting: list[Future[None]] = []
 
-    def open(self) -> int:
-        return os.open(self._path, os.O_RDONLY)
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[int]:
+        with self._path.open("rb") as file:
+            yield file.fileno()
 
     def here(self, first: int, blocks: int) -> int:
         return blocks
@@ -370,6 +372,26 @@ def test_a_server_that_was_out_of_descriptors_takes_connections_again(
     server = Server([listening], SECRET, {FILE: file}.get)
     assert ask(address_of(listening), 0, 4096) == DATA[:4096]
     server.close()
+
+
+@pytest.mark.parametrize("asks", [False, True], ids=["says nothing", "reads nothing"])
+def test_a_server_closes_a_connection_that_stands_still(
+    server: tuple[Server, str], monkeypatch: pytest.MonkeyPatch, asks: bool
+) -> None:
+    monkeypatch.setattr("bootseer.peers.server._IDLE_S", 0.2)
+    hello = b"GET /v1/hello HTTP/1.1\r\nBootseer-Nonce: " + b"0" * 32 + b"\r\n\r\n"
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(("127.0.0.1", int(server[1].rpartition(":")[2])))
+        sock.sendall(hello)
+        with sock.makefile("rb") as received:
+            head = answer(received)
+            assert head is not None
+            if asks:
+                signer = Signer.of(SECRET, "0" * 32, head.fields["bootseer-nonce"])
+                sock.sendall(signer.encode(Request(FILE, 0, len(DATA), Level.GLOBAL, ""), "n"))
+            until(lambda: not server[0]._connections)
+    assert server[0].served.bytes_sent == 0
 
 
 def test_an_idle_connection_makes_room_for_another(server: tuple[Server, str]) -> None:

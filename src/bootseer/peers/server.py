@@ -8,13 +8,13 @@ however many peers wait for it; those get `102` at once and repeatedly until the
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Protocol
@@ -52,8 +52,8 @@ class Content(Protocol):
     def num_ready(self) -> int:
         """The number of present blocks."""
 
-    def open(self) -> int:
-        """A descriptor of the file with its uncompressed bytes. The caller closes it."""
+    def opened(self) -> AbstractContextManager[int]:
+        """A descriptor of the file with its uncompressed bytes."""
 
     def here(self, first: int, blocks: int) -> int:
         """The present blocks among `blocks`, both as bits relative to `first`."""
@@ -174,7 +174,8 @@ class Server:
                     sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_TCLASS, _CS1)
                 else:
                     sock.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, _CS1)
-                self._threads.submit(partial(self._serve, Connection(sock, address[0], _IDLE_S)), at_once=True)
+                connection = Connection(sock, address[0], _IDLE_S, is_server=True)
+                self._threads.submit(partial(self._serve, connection), at_once=True)
             except (OSError, TransientError):
                 self._refuse(sock)
 
@@ -304,15 +305,11 @@ class Server:
         return None
 
     def _send(self, connection: Connection, content: Content, request: Request) -> None:
-        fd = content.open()
-        try:
+        with content.opened() as fd:
             connection.send(encode_answer(206, request.length), more=True)
             sent = connection.send_file(fd, request.start, request.length)
-        finally:
-            os.close(fd)
         if sent != request.length:
             raise TransientError("the cached file is shorter than its index says")
-        left_from = connection.sock.getsockname()[0]
         with self._lock:
             self.served.bytes_sent += sent
-            self.served.by_interface[left_from] = self.served.by_interface.get(left_from, 0) + sent
+            self.served.by_interface[connection.local] = self.served.by_interface.get(connection.local, 0) + sent

@@ -69,8 +69,13 @@ class OfferedObject:
     def num_ready(self) -> int:
         return int(self.path.exists())
 
-    def open(self) -> int:
-        return os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[int]:
+        fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
 
     def here(self, first: int, blocks: int) -> int:
         return self.num_ready & blocks
