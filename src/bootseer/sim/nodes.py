@@ -359,7 +359,7 @@ class Loader:
             if isinstance(answer, BootseerError):
                 self._end(request, TransientError(f"{peer.name} could not fetch it"), late=False)
                 return
-            self.health.filling(asked, self._engine.now)
+            self.health.received(asked, 0, self._engine.now)  # the head of a response comes with its first bytes
             request.known_left = num_bytes
             request.flow = self._engine.start(self.node.way_from(peer), num_bytes, lambda: self._end(request, None))
 
