@@ -395,3 +395,30 @@ def test_the_commands_terminal_follows_the_size_of_the_real_one(env):
     finally:
         os.close(master)
         os.waitpid(pid, 0)
+
+
+def test_the_command_is_told_that_the_terminal_has_gone_away(env):
+    """As in `ssh -t NODE bootseer run ...`: only the leader of the session, BootSeer, gets the kernel's SIGHUP."""
+    words = [
+        *BOOTSEER,
+        "run",
+        "-q",
+        "--",
+        "/bin/sh",
+        "-c",
+        "trap 'exit 9' HUP; echo ready; while :; do sleep 0.1; done",
+    ]
+    pid, master = pty.fork()
+    if pid == 0:
+        os.execve(words[0], words, env)
+    output = b""
+    while b"ready" not in output:
+        output += os.read(master, 4096)
+    os.close(master)
+    until = time.monotonic() + 60
+    while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0) and time.monotonic() < until:
+        time.sleep(0.02)
+    if ended == (0, 0):
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(ended[1]) == 9

@@ -329,7 +329,7 @@ def wait(
             continue
         if on_signal is not None and signal.getsignal(info.si_signo) is not signal.SIG_IGN:
             on_signal(info.si_signo)
-        if not forwards or (not own_group and info.si_code == _FROM_KERNEL):
+        if not forwards or (not own_group and info.si_code == _FROM_KERNEL and not _is_hangup(info.si_signo)):
             continue
         if _send(pid, info.si_signo, own_group=own_group) and info.si_signo in ENDING:
             owed = info.si_signo
@@ -340,6 +340,12 @@ def wait(
         os.killpg(pid, owed)  # a shell with a trap ends, and leaves its program running; 0 is no signal
     log(__name__, "process %d ended with exit code %d after %.3f s", pid, code, time.monotonic() - began_s)
     return code
+
+
+def _is_hangup(number: int) -> bool:
+    """Whether a signal of the kernel says that the terminal has gone away: only the leader of the session gets it
+    (`ssh -t NODE bootseer run`), and the others when the leader has ended."""
+    return number == signal.SIGHUP and os.getsid(0) == os.getpid()
 
 
 def write_beside(emit: Callable[[], object]) -> LockType:
