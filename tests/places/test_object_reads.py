@@ -368,6 +368,7 @@ def test_the_child_of_a_fork_is_refused_also_while_its_parent_reads(uri: str) ->
     """
     ended = subprocess.run([sys.executable, "-c", program, uri], capture_output=True, text=True, check=True)
     assert "do not work in the child of a fork" in ended.stdout
+    assert "multiprocessing_context=" in ended.stdout  # what a user of a DataLoader can do
 
 
 @pytest.mark.parametrize("fault", [None, Fault(status=500)], ids=["answered", "failing"])

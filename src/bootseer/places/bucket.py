@@ -278,7 +278,8 @@ class Bucket:
         """Raise `PermanentError` in the child of a fork, where calls of obstore would never return."""
         if _Runtime.lost:
             raise PermanentError(
-                f"{self.uri}: object stores do not work in the child of a fork; start a new process instead"
+                f"{self.uri}: object stores do not work in the child of a fork; start a new process instead "
+                "(a DataLoader: multiprocessing_context='forkserver')"
             )
 
     @contextlib.contextmanager
