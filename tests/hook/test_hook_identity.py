@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
@@ -102,7 +103,7 @@ def test_a_program_may_ask_the_finders_itself(run, tmp_path):
 def test_a_checkpoint_of_very_many_files_is_not_measured_file_by_file(tmp_path):
     from bootseer.hook.reads import _describe_read
 
-    describe = _describe_read("torch.distributed.checkpoint.load")
+    describe = partial(_describe_read, "torch.distributed.checkpoint.load")
     for number in range(64):
         (tmp_path / f"__{number}_0.distcp").write_bytes(b"1234")
     assert describe((), {"checkpoint_id": tmp_path})["bytes"] == 256

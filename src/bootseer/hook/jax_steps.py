@@ -64,8 +64,8 @@ def _noting_gradient(original: Callable[..., Any]) -> Callable[..., Any]:
 @guarded
 def _note_gradient() -> None:
     state = active()
-    if state is not None and not state.step_span:
-        state.step_span = state.tracer.emit("first_step", BEGIN, attrs={"from": "gradient"})
+    if state is not None:
+        state.first_step_begins("gradient")
 
 
 @guarded
@@ -107,7 +107,7 @@ def _wrap_initialize(original: Callable[..., Any]) -> Callable[..., Any]:
     def describe(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         return {"barrier": "process_group", "backend": "jax"}
 
-    marked = spanned(STAGE + "process_group", describe)(original)
+    marked = spanned(STAGE + "process_group", describe, original)
 
     def initialize(*args: Any, **kwargs: Any) -> Any:
         result = marked(*args, **kwargs)

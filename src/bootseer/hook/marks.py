@@ -22,7 +22,7 @@ from bootseer.hook.reads import mark_reads
 from bootseer.hook.state import STAGE, active, begin, compiling, guarded
 from bootseer.hook.steps import mark_compilation, mark_outer_steps, mark_steps, without_forward_hook
 from bootseer.hook.wrap import replace, spanned
-from bootseer.trace.event import BEGIN, END, FAILED, OK, stage_name
+from bootseer.trace.event import BEGIN, END, OK, stage_name
 from bootseer.trace.tracer import Tracer, new_span
 
 FRAMEWORKS = ("torch", "jax")
@@ -65,21 +65,18 @@ def _process_start_ns(stat: bytes) -> int | None:
 
 
 @guarded
-def before_import(name: str) -> None:
-    """Called before the code of a watched module runs. Only the frameworks themselves are stages."""
+def before_import(name: str) -> str:
+    """Called before the code of a watched module runs; returns the span of a framework's import, else ""."""
     state = active()
-    if state is not None and name in FRAMEWORKS:
-        state.importing[name] = state.tracer.emit(f"{STAGE}import_{name}", BEGIN)
+    return state.tracer.emit(f"{STAGE}import_{name}", BEGIN) if state is not None and name in FRAMEWORKS else ""
 
 
 @guarded
-def after_import(name: str, *, failed: bool = False) -> None:
+def after_import(name: str, span: str, outcome: str) -> None:
     """Called after the code of a watched module ran."""
     state = active()
-    span = state.importing.pop(name, "") if state is not None else ""
     if state is not None and span:
         version = str(getattr(sys.modules.get(name), "__version__", ""))
-        outcome = FAILED if failed else OK
         attrs = {"version": version} if version else {}
         state.tracer.emit(f"{STAGE}import_{name}", END, span=span, outcome=outcome, attrs=attrs)
 
@@ -98,7 +95,7 @@ def mark_cuda(cuda: ModuleType) -> None:
     """Mark the first call of `torch.cuda._lazy_init`, but by modules that imported it by name before."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        marked = spanned(STAGE + "cuda_init", lambda args, kwargs: {})(original)
+        marked = spanned(STAGE + "cuda_init", lambda args, kwargs: {}, original)
 
         def lazy_init() -> None:
             if compiling():

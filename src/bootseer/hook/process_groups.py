@@ -50,7 +50,7 @@ def mark_process_group(c10d: ModuleType) -> None:
         return {"barrier": "process_group", "backend": str(backend or "default")}
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        marked = spanned(STAGE + "process_group", describe)(original)
+        marked = spanned(STAGE + "process_group", describe, original)
 
         def init_process_group(*args: Any, **kwargs: Any) -> Any:
             join()
@@ -84,7 +84,7 @@ def _await_first_collective(c10d: ModuleType) -> None:
             attrs = {"api": original.__name__}
             return {**attrs, "barrier": "first_collective"} if whole else attrs
 
-        marked = spanned(STAGE + "first_collective", describe)(original)
+        marked = spanned(STAGE + "first_collective", describe, original)
 
         def collective(*args: Any, **kwargs: Any) -> Any:
             if compiling():
@@ -143,7 +143,7 @@ def mark_launcher(registry: ModuleType) -> None:
                 return next_rendezvous(*args, **kwargs)
 
         handler.next_rendezvous = functools.wraps(next_rendezvous)(
-            spanned(STAGE + "launcher_rendezvous", describe)(join)
+            spanned(STAGE + "launcher_rendezvous", describe, join)
         )
 
     replace(registry, "get_rendezvous_handler", make)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import islice
 from types import ModuleType
 from typing import Any
@@ -19,23 +20,20 @@ _MAX_FILES = 64
 would cost requests to the file server in proportion to the square of the number of ranks."""
 
 
-def _describe_read(api: str) -> Describe:
-    def describe(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        attrs: dict[str, Any] = {"api": api}
-        for place in (*args[:1], *(kwargs.get(key) for key in ("f", "filename", "checkpoint_id"))):
-            if not isinstance(place, (str, os.PathLike)):
-                continue
-            path = os.fsdecode(place)
-            if os.path.isfile(path):
-                attrs["bytes"] = os.path.getsize(path)
-            elif os.path.isdir(path):
-                with os.scandir(path) as entries:
-                    some = list(islice(entries, _MAX_FILES + 1))
-                if len(some) <= _MAX_FILES:
-                    attrs["bytes"] = sum(entry.stat().st_size for entry in some if entry.is_file())
-        return attrs
-
-    return describe
+def _describe_read(api: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    attrs: dict[str, Any] = {"api": api}
+    for place in (*args[:1], *(kwargs.get(key) for key in ("f", "filename", "checkpoint_id"))):
+        if not isinstance(place, (str, os.PathLike)):
+            continue
+        path = os.fsdecode(place)
+        if os.path.isfile(path):
+            attrs["bytes"] = os.path.getsize(path)
+        elif os.path.isdir(path):
+            with os.scandir(path) as entries:
+                some = list(islice(entries, _MAX_FILES + 1))
+            if len(some) <= _MAX_FILES:
+                attrs["bytes"] = sum(entry.stat().st_size for entry in some if entry.is_file())
+    return attrs
 
 
 def mark_reads(*names: str, api: str) -> Callable[[ModuleType], None]:
@@ -43,10 +41,10 @@ def mark_reads(*names: str, api: str) -> Callable[[ModuleType], None]:
 
     def mark(module: ModuleType) -> None:
         for name in names:
-            marked = spanned(STAGE + "checkpoint_read", _describe_read(f"{api}.{name}"))
+            describe = partial(_describe_read, f"{api}.{name}")
 
-            def make(original: Callable[..., Any], marked: Callable[..., Any] = marked) -> Picklable:
-                return Picklable(marked(original))
+            def make(original: Callable[..., Any], describe: Describe = describe) -> Picklable:
+                return Picklable(spanned(STAGE + "checkpoint_read", describe, original))
 
             replace(module, name, make)
 

@@ -29,7 +29,6 @@ class State:
     def __init__(self, tracer: Tracer) -> None:
         self.tracer = tracer
         self.pid = os.getpid()
-        self.importing: dict[str, str] = {}
         self.nested = 0
         self.marked = 0
         """Number of marked calls."""
@@ -54,13 +53,15 @@ class State:
         self.inner_steps = 0
         self.recorder: Recorder | None = None
 
+    def first_step_begins(self, by: str, now_ns: int | None = None) -> None:
+        """Write the begin of the first step, unless it has begun. `by`: the attribute `from`; `now_ns`: monotonic."""
+        if not self.step_span:
+            self.step_span = self.tracer.emit("first_step", BEGIN, mono_ns=now_ns, attrs={"from": by})
+
     def first_step_ended(self, now_ns: int, *, by: str) -> None:
         """Write the end of the first step at this monotonic time, and that training has begun."""
         self.began = True
-        if not self.step_span:
-            self.step_span = self.tracer.emit(
-                "first_step", BEGIN, mono_ns=self.stepping_ns or now_ns, attrs={"from": "optimizer"}
-            )
+        self.first_step_begins("optimizer", self.stepping_ns or now_ns)
         if self.recorder is not None:
             self.recorder.write()  # before the event: `bootseer run` reads the record after it
         self.tracer.emit("first_step", END, span=self.step_span, outcome=OK, mono_ns=now_ns)

@@ -93,8 +93,8 @@ def without_forward_hook(name: str) -> Callable[[ModuleType], object]:
 @guarded
 def _first_forward() -> None:
     state = active()
-    if state is not None and not state.step_span:
-        state.step_span = state.tracer.emit("first_step", BEGIN, attrs={"from": "forward"})
+    if state is not None:
+        state.first_step_begins("forward")
 
 
 def mark_compilation(callbacks: ModuleType) -> None:
@@ -117,8 +117,8 @@ def mark_compilation(callbacks: ModuleType) -> None:
                 undo()
         state.forward_undo = state.backward_undo = None
         state.backward = True  # cannot be detected any more
-        if not state.step_span and sys.modules["torch"].is_grad_enabled():
-            state.step_span = state.tracer.emit("first_step", BEGIN, attrs={"from": "compile"})
+        if sys.modules["torch"].is_grad_enabled():
+            state.first_step_begins("compile")
         stage = "first_step.compile" if state.step_span else STAGE + "compile"
         span = state.tracer.emit(stage, BEGIN, attrs={"backend": "torch.compile"})
 

@@ -36,6 +36,7 @@ SAME = b"same"
 MAX_REASON = 1000
 libc = ctypes.PyDLL(None, use_errno=True)  # calls hold the GIL, as a fork must
 libc.syscall.restype = ctypes.c_long
+libc.sbrk.restype = ctypes.c_void_p
 _keep: list[Any] = []
 """Keeps the memory that the kernel reads for `/proc/PID/cmdline`, and the former `__main__`, from being freed."""
 
@@ -87,7 +88,7 @@ def become(
     fds: Sequence[int],
     launcher: int,
     facts: dict[str, Any],
-    successor: socket.socket | None = None,
+    successor: socket.socket | None,
 ) -> Callable[[], None]:
     """Prepare this copy, answer the launcher, and return the function that runs the program. On failure the process
     answers with the reason and ends.
@@ -303,8 +304,6 @@ def _set_command_line(argv: Sequence[bytes], env: dict[bytes, bytes]) -> None:
     text = arguments + b"".join(name + b"=" + value + b"\0" for name, value in env.items())
     memory = ctypes.create_string_buffer(text, len(text))
     stat = [int(word) for word in proc.stat(os.getpid())[1:]]
-    libc = ctypes.CDLL(None)
-    libc.sbrk.restype = ctypes.c_void_p
     start = ctypes.addressof(memory)
     # Field numbers as in proc_pid_stat(5); `stat` starts with the fourth field.
     code, end_code, stack, data, end_data, brk = (stat[number - 4] for number in (26, 27, 28, 45, 46, 47))

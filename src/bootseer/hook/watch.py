@@ -19,6 +19,7 @@ from typing import Any
 
 from bootseer.hook import marks
 from bootseer.hook.state import active, begin, guarded
+from bootseer.trace.event import FAILED, OK
 from bootseer.trace.identity import Identity
 from bootseer.trace.sinks import FanOut
 from bootseer.trace.tracer import Tracer, process_tracer
@@ -50,17 +51,17 @@ class _MarkingLoader(Loader):
         module.__loader__ = self.loader
         if module.__spec__ is not None:
             module.__spec__.loader = self.loader
-        marks.before_import(name)
+        span = marks.before_import(name)
         _running.append(name)
         started_ns = time.monotonic_ns()
         try:
             self.loader.exec_module(module)
         except BaseException:
-            marks.after_import(name, failed=True)
+            marks.after_import(name, span, FAILED)
             raise
         finally:
             _running.pop()
-        marks.after_import(name)
+        marks.after_import(name, span, OK)
         if not _running and name not in marks.FRAMEWORKS:
             marks.note_import(name, started_ns)
         after = _after.pop(name, None)

@@ -87,8 +87,8 @@ class Picklable:
         return pkgutil.resolve_name, (f"{self.__module__}:{self.__qualname__}",)
 
 
-def spanned(stage: str, describe: Describe) -> Callable[..., Any]:
-    """Returns a function that makes wrappers which write a begin and an end event around each call.
+def spanned(stage: str, describe: Describe, original: Callable[..., Any]) -> Callable[..., Any]:
+    """A wrapper that writes a begin and an end event around each call.
 
     A call within another marked one is not marked, nor are further ones after a thousand. `describe` returns the
     attributes of the begin event.
@@ -104,22 +104,19 @@ def spanned(stage: str, describe: Describe) -> Callable[..., Any]:
         state.nested += 1
         return span
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def marked(*args: Any, **kwargs: Any) -> Any:
-            span = begin(args, kwargs)
-            if not span:
-                return original(*args, **kwargs)
-            outcome = FAILED
-            try:
-                result = original(*args, **kwargs)
-                outcome = OK
-                return result
-            finally:
-                _end(stage, span, outcome)
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        span = begin(args, kwargs)
+        if not span:
+            return original(*args, **kwargs)
+        outcome = FAILED
+        try:
+            result = original(*args, **kwargs)
+            outcome = OK
+            return result
+        finally:
+            _end(stage, span, outcome)
 
-        return marked
-
-    return make
+    return marked
 
 
 @guarded
