@@ -102,7 +102,7 @@ def test_an_open_file_has_the_flag_to_keep_pages(keep: bool, flags: int) -> None
 
 
 def test_space_is_reported_in_whole_blocks() -> None:
-    assert struct.unpack_from("=QQQ", protocol.space_out(Space(5 << 20, (2 << 20) + 1))) == (5, 2, 2)
+    assert struct.unpack_from("=QQQ", protocol.statfs_out(Space(5 << 20, (2 << 20) + 1), 1 << 20)) == (5, 2, 2)
 
 
 def test_a_file_system_that_can_be_changed_agrees_on_large_writes_and_not_on_a_write_back_cache() -> None:

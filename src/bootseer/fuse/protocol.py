@@ -132,9 +132,10 @@ def dirent(entry: Listed, number: int) -> bytes:
     return packed + bytes(-len(packed) % 8)
 
 
-def statfs_out(size_bytes: int, num_files: int) -> bytes:
-    """statfs of a full file system of `size_bytes`."""
-    return STATFS_OUT.pack(-(-size_bytes // PAGE), 0, 0, num_files, 0, PAGE, 255, PAGE, 0)
+def statfs_out(space: Space, unit: int, num_files: int = 0) -> bytes:
+    """struct fuse_statfs_out, in blocks of `unit` bytes."""
+    free = space.free // unit
+    return STATFS_OUT.pack(-(-space.total // unit), free, free, num_files, 0, unit, 255, unit, 0)
 
 
 # Writable file systems
@@ -175,7 +176,6 @@ WRITE_IN = Struct("=QQIIQII")  # fh, offset, size, write_flags, lock_owner, flag
 _OPEN_OUT = Struct("=QII")
 
 _MODE, _UID, _GID, _SIZE, _MTIME, _MTIME_NOW = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 5, 1 << 8
-_NANOSECONDS = 1_000_000_000
 
 
 def parse_forgets(body: memoryview) -> list[tuple[int, int]]:
@@ -190,7 +190,7 @@ def parse_changes(body: memoryview, now_ns: int) -> Changes:
     """The changes of a SETATTR. Access times are not kept."""
     valid, _, _, size, _, _, mtime, _, _, mtime_ns, _, mode, _, uid, gid, _ = _SETATTR_IN.unpack_from(body)
     seconds = mtime - (1 << 64) if mtime >> 63 else mtime
-    given = seconds * _NANOSECONDS + mtime_ns if valid & _MTIME else None
+    given = seconds * 1_000_000_000 + mtime_ns if valid & _MTIME else None
     return Changes(
         size=size if valid & _SIZE else None,
         mode=stat.S_IMODE(mode) if valid & _MODE else None,
@@ -211,13 +211,6 @@ def parse_rename(body: memoryview, *, has_flags: bool) -> tuple[bytes, int, byte
 def open_out(handle: int, *, keep_pages: bool = False, writes: bool = True) -> bytes:
     """struct fuse_open_out. For a handle that does not write (`writes`), FLUSH is disabled: only RELEASE is sent."""
     return _OPEN_OUT.pack(handle, _FOPEN_KEEP_CACHE * keep_pages | _FOPEN_NOFLUSH * (not writes), 0)
-
-
-def space_out(space: Space) -> bytes:
-    """struct fuse_statfs_out. Files are not counted."""
-    unit = PREFERRED_BYTES
-    free = space.free // unit
-    return STATFS_OUT.pack(space.total // unit, free, free, 0, 0, unit, 255, unit, 0)
 
 
 def listed(entry: Listed, number: int, valid_s: int, *, plus: bool) -> bytes:

@@ -68,7 +68,7 @@ class FileRequests:
             protocol.RELEASEDIR: lambda request: files.release_folder(handle(request)),
             # Changes in a folder are complete in the place when their call returns.
             protocol.FSYNCDIR: lambda request: None,
-            protocol.STATFS: lambda request: protocol.space_out(files.space()),
+            protocol.STATFS: lambda request: protocol.statfs_out(files.space(), protocol.PREFERRED_BYTES),
             protocol.DESTROY: lambda request: None,
         }
         self._refusals = {protocol.SYMLINK: errno.EPERM, protocol.LINK: errno.EPERM, protocol.READLINK: errno.EINVAL}

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from bootseer.errors import BootseerError, PermanentError, TransientError, os_errors_as
 from bootseer.fuse import attach, protocol
-from bootseer.fuse.filesystem import Caller, Cancel, Data, FileSystem, Listed, Tree
+from bootseer.fuse.filesystem import Caller, Cancel, Data, FileSystem, Listed, Space, Tree
 from bootseer.fuse.requests import FileRequests, Request
 from bootseer.io.executor import run_reported, show_threads
 from bootseer.io.proc import is_dying
@@ -91,7 +91,8 @@ class TreeRequests:
             case protocol.LISTXATTR:
                 return self._xattr(body, b"".join(name + b"\0" for name in sorted(tree.xattrs(inode))))
             case protocol.STATFS:
-                return protocol.statfs_out(*tree.total())
+                size_bytes, num_files = tree.total()
+                return protocol.statfs_out(Space(size_bytes, 0), protocol.PAGE, num_files)
             case protocol.INIT:
                 return protocol.init_out(body)
             case protocol.DESTROY:

@@ -39,11 +39,6 @@ def check(step: str, result: int) -> None:
         raise StepError(step, ctypes.get_errno())
 
 
-def mount(kind: str, source: str, target: str, options: str) -> None:
-    result = _libc.mount(os.fsencode(source), os.fsencode(target), kind.encode(), 0, options.encode())
-    check(f"mount {kind}", result)
-
-
 def enter_mount_namespace() -> None:
     check("unshare mount namespace", _libc.unshare(CLONE_NEWNS))
     check("make mounts private", _libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None))
@@ -75,7 +70,8 @@ def try_fuse() -> None:
         raise StepError("open /dev/fuse", error.errno or 0) from None
     target = next((name for name in ("/mnt", "/media", "/srv") if Path(name).is_dir()), "/dev")
     # mount(2) does not wait for a FUSE server.
-    mount("fuse", "bootseer", target, f"fd={device},rootmode=40000,user_id=0,group_id=0")
+    options = b"fd=%d,rootmode=40000,user_id=0,group_id=0" % device
+    check("mount fuse", _libc.mount(b"bootseer", os.fsencode(target), b"fuse", 0, options))
     check("umount", _libc.umount2(os.fsencode(target), 2))
 
 
