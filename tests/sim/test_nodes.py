@@ -56,7 +56,7 @@ def load(
         change(engine, nodes)
     engine.run(1e4)
     assert all(one.name in ends or not one.alive for one in nodes)
-    return max(ends.values()), job.store_bytes / MIB
+    return max(ends.values()), job.store.link.carried / MIB
 
 
 @pytest.mark.parametrize(

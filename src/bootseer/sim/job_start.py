@@ -247,7 +247,7 @@ class _Start:
         outcome, job = self.outcome, self.job
         spans = [outcome.spans[node.name] for node in self.nodes]
         outcome.spans = {_name(at): list(spans[at // self._fold]) for at in range(self.num_nodes)}
-        outcome.registry_bytes = job.store_bytes * self._asked
+        outcome.registry_bytes = job.store.link.carried * self._asked
         if self.pulls is not job.store.link:
             outcome.registry_bytes += self.pulls.carried * self._each
         outcome.peer_bytes = sum(node.up.carried for node in self.nodes) * self._each

@@ -35,11 +35,10 @@ class Policy:
 
 @dataclass
 class _Entry:
-    """A file in a node's cache, in GB."""
+    """A file in a node's cache."""
 
     last_use: int
-    hot: float
-    cold: float
+    gb: float
 
 
 @dataclass
@@ -47,20 +46,18 @@ class _Node:
     entries: dict[str, _Entry] = field(default_factory=dict)
 
     def use(self, identity: str, hot: float, cold: float, at: int) -> float:
-        """A start needs a file; returns the missing part of its hot set, in GB."""
-        entry = self.entries.setdefault(identity, _Entry(at, 0.0, 0.0))
-        missing = hot - entry.hot
-        self.entries[identity] = _Entry(at, hot, max(entry.cold, cold))
+        """A start needs a file of so many GB; returns the missing part of its hot set, in GB."""
+        missing = 0.0 if identity in self.entries else hot
+        self.entries[identity] = _Entry(at, hot + cold)
         return missing
 
     def shrink(self, limit_gb: float, in_use: set[str]) -> None:
-        used = int(sum(entry.hot + entry.cold for entry in self.entries.values()) * 1e9)
+        used = int(sum(entry.gb for entry in self.entries.values()) * 1e9)
         goal = goal_bytes(used, int(limit_gb * 1e9))
         if goal is None:
             return
         candidates = [
-            Candidate(name, entry.last_use, name in in_use, int((entry.hot + entry.cold) * 1e9))
-            for name, entry in self.entries.items()
+            Candidate(name, entry.last_use, name in in_use, int(entry.gb * 1e9)) for name, entry in self.entries.items()
         ]
         for one in plan(candidates, used, goal):
             del self.entries[one.identity]
@@ -128,7 +125,7 @@ def simulate_month(scenario: Scenario, month: Month, policy: Policy, times: Time
         hours["today"] += gpus * today_s
         for name in [name for name, one in documents.items() if one.expired(time_s)]:
             del documents[name]
-        kept = sum(entry.hot + entry.cold for node in nodes for entry in node.entries.values())
+        kept = sum(entry.gb for node in nodes for entry in node.entries.values())
         days[int(time_s / _DAY_S)] = {
             "day": int(time_s / _DAY_S) + 1, "cache_gb_per_node": round(kept / len(nodes), 2),
             "store_gb": round(len(documents) * scenario.environment.gb, 2), "hit_rate": _rate(missed, needed),

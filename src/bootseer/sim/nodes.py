@@ -145,10 +145,6 @@ class Job:
                 node.service = Loader(self, node, own, Random(f"{seed}/{at}/s").random, is_service=True)  # noqa: S311
                 node.loaders.append(node.service)
 
-    @property
-    def store_bytes(self) -> float:
-        return self.store.link.carried
-
     def requests(self) -> tuple[int, int]:
         """Number of requests to peers, and of those given up as late."""
         healths = [loader.health for node in self.nodes for loader in node.loaders]

@@ -225,11 +225,9 @@ def shipped() -> list[str]:
 def read_scenario(name: str, changes: Iterable[str] = ()) -> Scenario:
     """Read a file, or a shipped scenario by name. `changes`: such as `links.node-gbit=100`. Raises `UsageError`."""
     try:
-        if name in shipped():
-            text = (resources.files(__package__) / "scenarios" / f"{name}.toml").read_bytes()
-        else:
-            with Path(name).open("rb") as file:
-                text = file.read(_MAX_BYTES + 1)
+        path = resources.files(__package__) / "scenarios" / f"{name}.toml" if name in shipped() else Path(name)
+        with path.open("rb") as file:
+            text = file.read(_MAX_BYTES + 1)
         if len(text) > _MAX_BYTES:
             raise UsageError(f"{name}: larger than {_MAX_BYTES >> 20} MiB")
         fields = tomllib.loads(text.decode())
