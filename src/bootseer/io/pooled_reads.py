@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, TypedDict
 
 from bootseer.errors import BootseerError, PermanentError, TransientError
@@ -112,7 +112,7 @@ class PooledRead:
     """Reads in the calling thread. Raises `BootseerError`s."""
     done: Callable[[ReadOutcome], None]
     until: float
-    cancelled: bool = field(default=False)
+    cancelled: bool = False
 
     def cancel(self) -> None:
         self.cancelled = True

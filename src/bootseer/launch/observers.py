@@ -61,7 +61,7 @@ def export_spool(run: RunEvents, endpoint: str, ended: threading.Event) -> None:
     """
     try:
         with needs_extra("otlp", "export to OTLP"):
-            from bootseer.trace.otlp import CLOSE_S, OtlpExporter
+            from bootseer.trace.otlp import OtlpExporter
         exporter = OtlpExporter(endpoint)
     except BootseerError as error:
         hint = getattr(error, "hint", "")
@@ -72,7 +72,7 @@ def export_spool(run: RunEvents, endpoint: str, ended: threading.Event) -> None:
     while not has_ended:
         has_ended = ended.wait(_POLL_S)
         exporter.feed(tail.poll(last=has_ended))
-    if not exporter.close(CLOSE_S):
+    if not exporter.close():
         text = f" ({exporter.last_error})" if exporter.last_error else ""
         kept = f"the spool keeps the events: {run.folder}"
         say(f"{plural(exporter.lost, 'span')} did not reach the collector{text}; {kept}")

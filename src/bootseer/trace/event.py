@@ -220,14 +220,14 @@ def _event(record: dict[str, Any]) -> Event:
             raise Malformed("bad_field")
         elif type(value) is str:
             limit = _MAX_STAGE if key == "stage" else _MAX_NAME
-            fields[key] = value if len(value) <= limit and value.isascii() else _text(value, limit)
+            fields[key] = value if len(value) <= limit and value.isascii() else encodable(value[:limit])
         elif -_INT64 <= value < _INT64:
             fields[key] = value
         else:
             raise Malformed("bad_field")
     try:
         event = Event(
-            **fields, attrs={_text(k, 64): _read_value(v) for k, v in attrs.items()} if attrs else {}, extra=extra
+            **fields, attrs={encodable(k[:64]): _read_value(v) for k, v in attrs.items()} if attrs else {}, extra=extra
         )
     except TypeError:
         raise Malformed("bad_field") from None
@@ -241,10 +241,6 @@ def _event(record: dict[str, Any]) -> Event:
 _TYPES: Final[Mapping[str, type[Any]]] = {
     name: int if name in ("wall_ns", "mono_ns", "attempt", "restart", "rank", "pid") else str for name in _FIELDS
 }
-
-
-def _text(value: str, limit: int) -> str:
-    return encodable(value[:limit])
 
 
 def encodable(text: str) -> str:
@@ -261,9 +257,9 @@ def visible(text: str) -> str:
 
 def _read_value(value: Any) -> Any:
     if type(value) is str:
-        return _text(value, _MAX_VALUE)
+        return encodable(value[:_MAX_VALUE])
     if type(value) is int:
         return value if -_INT64 <= value < _INT64 else _huge(value)
     if value is None or type(value) in (bool, float):
         return value
-    return _text(json.dumps(value), _MAX_VALUE)
+    return encodable(json.dumps(value)[:_MAX_VALUE])

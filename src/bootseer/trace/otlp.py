@@ -36,7 +36,7 @@ from bootseer.trace.otlp_spans import Finished, Pairing, span_id, trace_id
 
 MAX_QUEUE: Final = 10_000
 """Maximum number of queued spans; beyond it the oldest are dropped."""
-CLOSE_S: Final = 1.5
+_CLOSE_S: Final = 1.5
 _PATH = "/v1/traces"
 _BATCH = 512
 _GATHER_S = 2.0
@@ -103,7 +103,6 @@ class OtlpExporter(SpanExporter):
         """HTTP status of the last answer to this batch."""
         self._num_rejected = 0
         self._pairing = Pairing()
-        self._closing = False
         self._fed = 0
         url = endpoint_url(endpoint, os.environ)
         session = _Session(self)
@@ -122,19 +121,16 @@ class OtlpExporter(SpanExporter):
 
     def feed(self, events: Iterable[Event]) -> None:
         """Add events of this node, in their order, as `decode` returns them."""
-        if not self._closing:
-            self._enqueue(self._pairing.feed(events))
+        self._enqueue(self._pairing.feed(events))
 
-    def close(self, deadline_s: float = CLOSE_S) -> bool:
+    def close(self, deadline_s: float = _CLOSE_S) -> bool:
         """Export open spans as truncated and end within `deadline_s`; returns whether all spans were delivered."""
-        if not self._closing:
-            self._closing = True
-            self._enqueue(self._pairing.finish())
-            # The SDK's own shutdown waits half a minute, and longer for a running request.
-            ending = threading.Thread(target=self._processor.shutdown, name="otlp-end", daemon=True)
-            ending.start()
-            ending.join(deadline_s)
-            self.shutdown()
+        self._enqueue(self._pairing.finish())
+        # The SDK's own shutdown waits half a minute, and longer for a running request.
+        ending = threading.Thread(target=self._processor.shutdown, name="otlp-end", daemon=True)
+        ending.start()
+        ending.join(deadline_s)
+        self.shutdown()
         return not self.lost
 
     def _enqueue(self, spans: list[Finished]) -> None:

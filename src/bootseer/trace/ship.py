@@ -303,7 +303,7 @@ class Shipper:
         # If it is new or damaged, written by another version or for another service, all events are sent.
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
             old = read_positions(self._positions) if self._positions >= 0 else {}
-            if (old["version"], old.get("service", self._link.service)) == (_VERSION, self._link.service):
+            if (old["version"], old["service"]) == (_VERSION, self._link.service):
                 self._files = {name: (int(inode), max(int(at), 0)) for name, (inode, at) in dict(old["files"]).items()}
 
     def _save(self) -> None:

@@ -36,7 +36,7 @@ def fingerprint(text: str) -> str:
 def folder_name(job: str) -> str:
     """The name of a job's folder: invalid characters are replaced, and a digest distinguishes such jobs."""
     safe = safe_name(job)
-    return safe if safe == job else f"{safe[:80]}-{fingerprint(job)[:8]}"
+    return safe if safe == job else f"{safe}-{fingerprint(job)[:8]}"
 
 
 def make_attempt(root: str, job: str, attempt: int | None) -> tuple[str, int]:
