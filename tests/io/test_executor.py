@@ -37,7 +37,7 @@ def test_threads_are_started_when_all_are_busy_and_used_again_when_free(gate):
     pool.submit(lambda: done.append("again"))
     until(lambda: len(done) == 5)
     assert len(pool) == 4
-    assert pool.close(120)
+    pool.close(120)
     assert len(pool) == 0
 
 
@@ -63,7 +63,7 @@ def test_urgent_jobs_go_first_and_a_job_can_become_urgent(gate):
     until(lambda: len(done) == 5)
     assert done == [3, 2, 0, 1, 4]
     pool.prioritize(jobs[0])  # already done
-    assert pool.close(120)
+    pool.close(120)
     assert done == [3, 2, 0, 1, 4]
 
 
@@ -95,17 +95,18 @@ def test_a_job_that_comes_while_the_last_thread_clears_up_is_run(gate):
     until(lambda: done == [1, 2])
 
 
-def test_closing_abandons_a_hanging_thread_and_reports_it(gate):
+def test_closing_abandons_a_hanging_thread(gate):
     pool = Executor("test-pool")
     pool.submit(lambda: gate.wait(120))
-    assert not pool.close(0.01)
+    pool.close(0.01)
+    assert len(pool) == 1
     gate.set()
     until(lambda: len(pool) == 0)
 
 
 def test_a_job_that_comes_after_closing_is_run_and_its_thread_ends():
     pool, done = Executor("test-pool"), []
-    assert pool.close()
+    pool.close()
     pool.submit(lambda: done.append(1))
     until(lambda: done and len(pool) == 0)
 
@@ -147,7 +148,7 @@ def test_a_job_is_refused_and_not_run_when_there_is_no_thread_at_all(monkeypatch
     assert len(pool) == 0
     pool.submit(lambda: done.append("next"))
     until(lambda: done)
-    assert pool.close(120)
+    pool.close(120)
     assert done == ["next"]
 
 
@@ -163,7 +164,7 @@ def test_a_job_whose_submission_is_interrupted_is_not_run(monkeypatch):
             pool.submit(lambda: done.append("interrupted"))
     pool.submit(lambda: done.append("next"))
     until(lambda: done)
-    assert pool.close(120)
+    pool.close(120)
     assert done == ["next"]
 
 

@@ -311,6 +311,7 @@ def test_spools_of_many_jobs_are_sent_and_gone_ones_forgotten(service, tmp_path,
     shutil.rmtree(tmp_path / "spool" / "a")
     sender.step()
     assert sender.waiting() == 0
+    assert len(sender._changed) == 2  # an agent runs for months
     sender.close()
 
 

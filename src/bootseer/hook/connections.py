@@ -26,19 +26,24 @@ from bootseer.trace.tracer import Tracer
 _SLOW_S = 1.0
 
 
-def mark_stores(module: ModuleType) -> None:
-    """Record each connection by the `TCPStore` of this module."""
+def _timed(note: Callable[[tuple[Any, ...], Mapping[str, Any], float], object]) -> Callable[..., Any]:
+    """Makes wrappers that call `note` with the arguments and the seconds of each call that succeeded."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def connect(*args: Any, **kwargs: Any) -> Any:
+        def timed(*args: Any, **kwargs: Any) -> Any:
             began_s = time.monotonic()
-            store = original(*args, **kwargs)
-            _note_store(args, kwargs, time.monotonic() - began_s)
-            return store
+            result = original(*args, **kwargs)
+            note(args, kwargs, time.monotonic() - began_s)
+            return result
 
-        return connect
+        return timed
 
-    replace(module, "TCPStore", make)
+    return make
+
+
+def mark_stores(module: ModuleType) -> None:
+    """Record each connection by the `TCPStore` of this module."""
+    replace(module, "TCPStore", _timed(_note_store))
 
 
 @guarded
@@ -69,24 +74,15 @@ def mark_groups(c10d: ModuleType) -> None:
     They are not stages, because a rank that waits for another one would count as slow. They are not barriers, because
     it depends on the backend whether the ranks wait for each other.
     """
-
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def new_group(*args: Any, **kwargs: Any) -> Any:
-            began_ns = time.monotonic_ns()
-            group = original(*args, **kwargs)
-            _note_group(str(kwargs.get("group_desc") or ""), (time.monotonic_ns() - began_ns) / 1e9)
-            return group
-
-        return new_group
-
     for name in ("new_group", "split_group"):
-        replace_decorated(getattr(c10d, name, None), make)
+        replace_decorated(getattr(c10d, name, None), _timed(_note_group))
 
 
 @guarded
-def _note_group(name: str, took_s: float) -> None:
+def _note_group(args: tuple[Any, ...], kwargs: Mapping[str, Any], took_s: float) -> None:
     state = active()
     if state is not None:
+        name = str(kwargs.get("group_desc") or "")
         state.groups += 1
         state.groups_s += took_s
         state.slowest_group = max(state.slowest_group, (took_s, name or f"number {state.groups}"))

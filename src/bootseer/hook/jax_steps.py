@@ -17,7 +17,7 @@ from typing import Any
 
 from bootseer.hook.state import STAGE, active, guarded, stop
 from bootseer.hook.wrap import Picklable, replace, spanned
-from bootseer.trace.event import BEGIN, END, INSTANT, OK
+from bootseer.trace.event import INSTANT
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 
@@ -73,10 +73,7 @@ def _note_compilation(event: str, duration_s: float, **_: Any) -> None:
     state = active()
     if state is not None and state.step_span and not state.began and event == _COMPILED and _is_outside_trace():
         now_ns = time.monotonic_ns()
-        stage = "first_step.compile"
-        begin_ns = now_ns - int(duration_s * 1e9)
-        span = state.tracer.emit(stage, BEGIN, mono_ns=begin_ns, attrs={"backend": "jax"})
-        state.tracer.emit(stage, END, span=span, outcome=OK, mono_ns=now_ns)
+        state.tracer.emit_ended("first_step.compile", now_ns - int(duration_s * 1e9), now_ns, {"backend": "jax"})
 
 
 def _wrap_execute(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -22,8 +22,8 @@ from bootseer.hook.reads import mark_reads
 from bootseer.hook.state import STAGE, active, begin, compiling, guarded
 from bootseer.hook.steps import mark_compilation, mark_outer_steps, mark_steps, without_forward_hook
 from bootseer.hook.wrap import replace, spanned
-from bootseer.trace.event import BEGIN, END, OK, stage_name
-from bootseer.trace.tracer import Tracer, new_span
+from bootseer.trace.event import BEGIN, END, stage_name
+from bootseer.trace.tracer import Tracer
 
 FRAMEWORKS = ("torch", "jax")
 _LONG_IMPORT_NS = 100_000_000
@@ -33,16 +33,14 @@ _LONG_IMPORT_NS = 100_000_000
 def start(tracer: Tracer, started_ns: int, stat: bytes) -> None:
     """Start marking this process, and write the interpreter's start, which has ended already."""
     begin(tracer)
-    span = new_span()
     attrs: dict[str, Any] = {
         "python": sys.version.split()[0],
         "argv0": os.path.basename(sys.argv[0]) if sys.argv else "",
     }
     if tracer.identity.world_size is not None:
         attrs["world_size"] = tracer.identity.world_size
-    name = STAGE + "interpreter"
-    tracer.emit(name, BEGIN, span=span, mono_ns=min(_process_start_ns(stat) or started_ns, started_ns), attrs=attrs)
-    tracer.emit(name, END, span=span, mono_ns=started_ns, outcome=OK)
+    began_ns = min(_process_start_ns(stat) or started_ns, started_ns)
+    tracer.emit_ended(STAGE + "interpreter", began_ns, started_ns, attrs)
 
 
 def _process_start_ns(stat: bytes) -> int | None:
@@ -87,8 +85,7 @@ def note_import(name: str, started_ns: int) -> None:
     state = active()
     if state is not None and time.monotonic_ns() - started_ns >= _LONG_IMPORT_NS:
         stage = stage_name(f"{STAGE}import.{name.replace('.', '_')}")
-        span = state.tracer.emit(stage, BEGIN, mono_ns=started_ns, attrs={"module": name})
-        state.tracer.emit(stage, END, span=span, outcome=OK)
+        state.tracer.emit_ended(stage, started_ns, attrs={"module": name})
 
 
 def mark_cuda(cuda: ModuleType) -> None:

@@ -144,17 +144,6 @@ def parent_command(known: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]
     return [sys.executable, *map(str, known["flags"]), server], {**os.environ, **native}
 
 
-def open_files() -> list[int]:
-    found = []
-    for word in os.listdir("/proc/self/fd"):
-        try:
-            os.fstat(int(word))
-        except OSError:  # the listing's own descriptor, closed by now
-            continue
-        found.append(int(word))
-    return found
-
-
 def restart_address(run_id: str, pid: int) -> str:
     """The abstract socket address of `bootseer run --restarts` with this process id, for warm parents. By the id alone
     those of launchers below the command would connect, too; runs of several pods in the host's network may have the

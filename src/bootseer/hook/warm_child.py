@@ -191,7 +191,7 @@ def _place(wanted: dict[int, int], kept: Sequence[int]) -> list[int]:
     high = max([*wanted, *wanted.values(), *kept], default=2) + 1
     moved = {place: fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, high) for place, number in wanted.items()}
     ours = [fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, high) for number in kept]
-    for number in programs.open_files():
+    for number in proc.open_files():
         if number not in (*moved.values(), *ours):
             os.close(number)
     for place, number in moved.items():

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from bootseer.hook import programs
 from bootseer.hook.state import STAGE, raised_by_signal
 from bootseer.io import proc
-from bootseer.trace.event import BEGIN, END, INSTANT, OK
+from bootseer.trace.event import INSTANT
 from bootseer.trace.tracer import process_tracer
 
 if TYPE_CHECKING:
@@ -226,7 +226,7 @@ def _request(args: Sequence[Any], argv: Sequence[str]) -> tuple[dict[str, Any], 
     group, gid, gids, uid, umask, before = args[16:22]
     if before is not None or (gid, gids, uid) != (None, None, None):
         raise RefusedError("the launcher changes the child before exec (preexec_fn, user, group)")
-    existing = set(programs.open_files())
+    existing = set(proc.open_files())
     wanted = {place: number if number >= 0 else place for place, number in enumerate((stdin, stdout, stderr))}
     others = keep if close_fds else (number for number in existing if os.get_inheritable(number))
     wanted.update({number: number for number in others if number > 2 and number != errors})
@@ -253,8 +253,7 @@ def emit(attrs: Mapping[str, Any], began_s: float = 0.0) -> None:
         took_s = time.monotonic() - began_s if began_s else 0.0
         tracer.emit(EVENT, INSTANT, attrs={**attrs, "took_s": took_s})
         if took_s >= _LONG_S:
-            span = tracer.emit(f"{STAGE}warm_parent", BEGIN, mono_ns=int(began_s * 1e9))
-            tracer.emit(f"{STAGE}warm_parent", END, span=span, outcome=OK)
+            tracer.emit_ended(f"{STAGE}warm_parent", int(began_s * 1e9))
 
 
 def start(folder: str) -> None:

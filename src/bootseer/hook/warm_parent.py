@@ -171,7 +171,7 @@ def _stamp(path: str, since_ns: float = math.inf) -> tuple[int, int, int] | None
 def _state() -> dict[str, Any]:
     """State that an import without side effects does not change. Entries missing before the import are not compared."""
     state: dict[str, Any] = {
-        "the open files": programs.open_files(),
+        "the open files": proc.open_files(),
         "the current folder": os.getcwd(),
         "the state of random": hash(random.getstate()),
         "how signals are handled": [signal.getsignal(number) for number in signal.valid_signals()],
@@ -195,7 +195,7 @@ def unfit() -> str:
     maps = proc.read("self", "maps").decode(errors="replace")
     # Not the driver's library: a CUDA build of torch maps libcuda.so when it is imported, and leaves it alone until the
     # first use of a device (`cuInit`), which opens the driver's device files.
-    opened = [_link(f"/proc/self/fd/{number}") for number in programs.open_files()]
+    opened = [_link(f"/proc/self/fd/{number}") for number in proc.open_files()]
     if any(name in maps or any(path.startswith(name) for path in opened) for name in _DEVICES):
         return "a device's driver is in use"
     if any(words[1].startswith("rw") and words[1].endswith("s") for words in map(str.split, maps.splitlines())):
@@ -311,7 +311,7 @@ def prepare(number: int) -> tuple[socket.socket, socket.socket | None]:
     end = socket.socket(fileno=number)
     if programs.peer(end) != (os.getppid(), os.getuid()):
         raise UnfitError("the socket is not the launcher's")
-    for other in programs.open_files():
+    for other in proc.open_files():
         if other > 2 and other != number:
             os.close(other)
     run = _run(os.getppid())

@@ -90,11 +90,9 @@ class Executor:
             self._others.remove(job)
             self._urgent.append(job)
 
-    def close(self, timeout_s: float = 0.0) -> bool:
-        """End threads when nothing is queued, and wait for them. Jobs are still accepted and run.
-
-        False if some threads did not end within `timeout_s` seconds; these are abandoned.
-        """
+    def close(self, timeout_s: float = 0.0) -> None:
+        """End threads when nothing is queued. Jobs are still accepted and run. Threads that do not end within
+        `timeout_s` seconds are abandoned."""
         with self._lock:
             self._idle_s = 0.0
             self._change.notify_all()
@@ -102,7 +100,6 @@ class Executor:
         until = time.monotonic() + timeout_s
         for thread in threads:
             thread.join(max(until - time.monotonic(), 0.0))
-        return not any(thread.is_alive() for thread in threads)
 
     def _start_thread(self) -> bool:
         """Start one more thread if the limit allows; returns whether it did. Called with the lock."""

@@ -17,7 +17,6 @@ from bootseer.io.executor import Executor
 from bootseer.io.fork import in_each_process
 
 _THREADS = 4
-_IDLE_S = 5.0
 
 
 class Timer:
@@ -27,7 +26,7 @@ class Timer:
     """
 
     def __init__(self, name: str = "bootseer-timer", threads: int = _THREADS) -> None:
-        self._pool = Executor(name, threads, idle_s=_IDLE_S)
+        self._pool = Executor(name, threads)
         in_each_process(self._begin)
 
     def _begin(self) -> None:

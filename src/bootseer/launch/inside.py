@@ -20,7 +20,7 @@ from bootseer.launch import supervise
 from bootseer.launch.restart import Restarts
 from bootseer.launch.session import RunEvents, Unmeasured
 from bootseer.trace.event import BEGIN, END, FAILED, OK
-from bootseer.trace.tracer import from_environment, new_span
+from bootseer.trace.tracer import from_environment
 
 
 def run(max_restarts: int, delay_s: int, span: str, folder: str, command: list[str]) -> int:
@@ -58,7 +58,7 @@ def run(max_restarts: int, delay_s: int, span: str, folder: str, command: list[s
             restarts.close()
             return ended
         attrs = {"program": os.path.basename(command[0])}
-        own_span = tracer.emit("command", BEGIN, parent=span, span=new_span(), attrs=attrs)
+        own_span = tracer.emit("command", BEGIN, parent=span, attrs=attrs)
         env.update(tracer.environment(own_span))
 
 

@@ -86,8 +86,7 @@ class WarmRestart:
     def _ask(
         self, end: socket.socket, env: Mapping[str, str], streams: Mapping[int, int | None], own_group: bool
     ) -> dict[str, Any]:
-        open_now = set(programs.open_files())
-        wanted = {number: number for number in open_now if number < 3 or os.get_inheritable(number)}
+        wanted = {number: number for number in proc.open_files() if number < 3 or os.get_inheritable(number)}
         wanted |= {place: number for place, number in streams.items() if number is not None}
         request = {
             "env": {os.fsencode(name): os.fsencode(value) for name, value in env.items()},

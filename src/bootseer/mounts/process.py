@@ -44,11 +44,9 @@ def drop_descriptors(log: Path, drops: Callable[[int], bool]) -> None:
     """
     null = os.open(os.devnull, os.O_RDWR)
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    for number in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208 - numbers, not paths
-        with contextlib.suppress(OSError):  # the descriptor of the listing itself
-            if number not in (0, 1, 2, null, file) and drops(number):
-                os.fstat(number)
-                os.dup2(null, number, inheritable=False)
+    for number in proc.open_files():
+        if number not in (0, 1, 2, null, file) and drops(number):
+            os.dup2(null, number, inheritable=False)
     os.dup2(null, 0)
     for stream in (1, 2):
         os.dup2(file, stream)

@@ -399,6 +399,8 @@ class Spools:
         folders = {folder for place in self._places for folder in attempt_folders(place)}
         for folder in self._shippers.keys() - folders:
             self._shippers.pop(folder).close()
+        for folder in self._changed.keys() - folders:
+            del self._changed[folder]
         for folder in sorted(folders):
             now_s = time.monotonic()
             if now_s < self._link.not_before:

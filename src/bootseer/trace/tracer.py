@@ -87,6 +87,13 @@ class Tracer:
         self.sink.write(encode(event))
         return span
 
+    def emit_ended(
+        self, stage: str, begin_ns: int, end_ns: int | None = None, attrs: Mapping[str, Any] | None = None
+    ) -> None:
+        """Write begin and end of a span that has ended well, at these monotonic times; None is now."""
+        span = self.emit(stage, BEGIN, mono_ns=begin_ns, attrs=attrs)
+        self.emit(stage, END, span=span, mono_ns=end_ns, outcome=OK)
+
     def span(self, stage: str, attrs: Mapping[str, Any] | None = None) -> Span:
         """A context manager that writes begin and end. An exception makes the outcome `failed` and is not caught."""
         return Span(self, stage_name(str(stage)), attrs or {})
