@@ -202,7 +202,7 @@ def _place(wanted: dict[int, int], kept: Sequence[int]) -> list[int]:
 
 def _interpreter(imports: Imports, request: dict[str, Any], *, launches: bool) -> Callable[[], None]:
     """Set the state of a starting interpreter; returns what runs the program. Raises `ValueError` and `OSError`."""
-    argv = [os.fsdecode(word) for word in request["argv"]]
+    argv: list[str] = request["argv"]
     env: dict[bytes, bytes] = dict(request["env"])
     parsed = programs.parse(argv)
     if parsed is None:

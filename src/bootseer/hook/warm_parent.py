@@ -246,7 +246,7 @@ def _program_differs(imports: Imports, request: dict[str, Any], folder: str) -> 
         return _variable_differs(imports, name)
     if folder != os.getcwd() and not all(map(os.path.isabs, env.get("PYTHONPATH", "/").split(":"))):
         return "PYTHONPATH has a relative folder, and the program starts in another folder than its launcher"
-    parsed = programs.parse([os.fsdecode(word) for word in request["argv"]])
+    parsed = programs.parse(request["argv"])
     is_module = parsed is not None and parsed[2][0] == "-m"
     if parsed is None or is_module:
         main = imports.known["main"]
