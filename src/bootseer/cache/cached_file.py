@@ -35,7 +35,7 @@ _POLL_S = 0.01
 _VERIFIED_AT_ONCE = 256
 _RESERVE_BYTES = 16 << 20
 """Free space that blocks leave on a disk, for the small files beside them."""
-_RESERVE_SHARE = 1 / 32
+_RESERVE_SHARE = 1 / 10
 """At most this share of a small disk."""
 
 Progress = Callable[[int, int], None]
@@ -159,8 +159,9 @@ class CachedFile:
         self._check_open()
         return self._data
 
-    def put(self, block: int, data: Buffer) -> None:
-        """Store a block whose digest the caller has verified. On `CacheFull` nothing changes.
+    def put(self, block: int, data: Buffer, *, reserve_bytes: int = _RESERVE_BYTES) -> None:
+        """Store a block whose digest the caller has verified. On `CacheFull`, which also says that less free space than
+        `reserve_bytes` would be left, nothing changes.
 
         It survives the end of this process at once, and a machine crash after the next `sync`.
         """
@@ -170,7 +171,7 @@ class CachedFile:
         if self._verified[block]:
             return
         with mapped("write to", self.path):
-            _check_reserve(self._data, block << self._shift, len(data))
+            _check_reserve(self._data, block << self._shift, len(data), reserve_bytes)
             write_all(self._data, data, block << self._shift)
             self._live.set(block, READY)
         self._verified[block] = 1
@@ -342,14 +343,14 @@ def _close_all(fds: tuple[int, ...]) -> None:
         os.close(fd)
 
 
-def _check_reserve(fd: int, offset: int, length: int) -> None:
+def _check_reserve(fd: int, offset: int, length: int, reserve_bytes: int) -> None:
     """Raise `OSError` (ENOSPC) if new space for this range would use up the reserve.
 
     A start that filled the disk would deprive the next ones of space for states, snapshots and image metadata. Blocks
     that do not fit are served without being cached.
     """
     disk = os.fstatvfs(fd)
-    reserve = min(_RESERVE_BYTES, int(disk.f_blocks * disk.f_frsize * _RESERVE_SHARE))
+    reserve = min(reserve_bytes, int(disk.f_blocks * disk.f_frsize * _RESERVE_SHARE))
     if disk.f_bavail * disk.f_frsize < reserve + length and _is_hole(fd, offset, length):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

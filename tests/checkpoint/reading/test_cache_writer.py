@@ -29,7 +29,7 @@ class Disk:
         self.has_closed = threading.Event()
         self._error = error
 
-    def put(self, block, data):
+    def put(self, block, data, *, reserve_bytes):
         assert self.go.wait(120)
         if self._error is not None:
             raise self._error

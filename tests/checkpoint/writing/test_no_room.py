@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from bootseer.cache.cache import Cache
+from bootseer.checkpoint.reading.reading import Reading
 from bootseer.errors import NoSpaceError
-from checkpoint.striped_files import in_memory
+from bootseer.places.folder import FolderPlace
+from checkpoint.striped_files import content_of, in_memory, put_striped
 
 from .conftest import MIB, SMALL, Desk
 
@@ -20,10 +23,17 @@ pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="ne
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
+    with _disk(tmp_path, 6) as folder:
+        yield folder
+
+
+@contextlib.contextmanager
+def _disk(tmp_path: Path, size_mib: int) -> Iterator[Path]:
     folder = tmp_path / "disk"
     folder.mkdir()
+    options = f"size={size_mib}m,mode=700"
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=6m,mode=700", "tmpfs", folder], capture_output=True, text=True, check=False
+        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True, text=True, check=False
     )
     if mounted.returncode:
         pytest.skip(f"cannot mount a tmpfs here: {mounted.stderr.strip()}")
@@ -73,3 +83,19 @@ def test_a_file_written_front_to_back_needs_less_room_than_its_size(small_disk: 
         writer.commit()
         assert desk.read("job/file") == data
         assert desk.writing.facts()["spool_bytes"] == 0
+
+
+def test_chunks_that_were_read_leave_space_for_files_that_are_written(tmp_path: Path) -> None:
+    """The spool of a mount is on the cache's disk. The reserve is a tenth of a small disk, here 20 MiB."""
+    (tmp_path / "root").mkdir()
+    place = FolderPlace(tmp_path / "root")
+    put_striped(place, "file", content := content_of(30 * MIB))
+    with _disk(tmp_path, 200) as disk:
+        with (disk / "ballast").open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, 172 * MIB)
+        reading = Reading(place, cache=Cache(disk / "cache"))
+        assert reading.open("file").read(0, len(content)) == content
+        reading.close()
+        room = os.statvfs(disk)
+        assert room.f_bavail * room.f_frsize >= 20 * MIB
+        assert reading.facts()["kept_chunks"] > 0

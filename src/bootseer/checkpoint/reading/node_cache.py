@@ -20,6 +20,9 @@ from bootseer.io.executor import Executor
 
 _QUEUE_BYTES = 64 << 20
 _IDLE_S = 2.0
+_RESERVE_BYTES = 2 << 30
+"""Free space that chunks leave on a disk: files that are written through a mount wait there until they are sent. It is
+as much as their spool may take (`checkpoint.writing.lane`)."""
 _FULL_PAUSE_S = 10.0
 """Pause after the disk was full."""
 
@@ -94,7 +97,7 @@ class CacheWriter:
         is_kept = False
         try:
             if not self._closed:
-                cached.put(block, data)
+                cached.put(block, data, reserve_bytes=_RESERVE_BYTES)
                 self._unsynced.add(cached)
                 is_kept = True
         except BootseerError as error:
