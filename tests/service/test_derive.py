@@ -102,6 +102,21 @@ def test_the_time_of_a_run_is_divided_among_its_starts(place: Place) -> None:
     assert team["share"] == pytest.approx(200 / 10_000)
 
 
+def test_starts_that_overlap_take_at_most_all_of_a_jobs_time(place: Place) -> None:
+    """A node restarts its command while another one has not noticed the failure yet."""
+    parts = []
+    for node, times in (("n0", [(0, 40), (50, 200)]), ("n1", [(0, 90), (100, 200)])):
+        parts.append(span(0, 200, "run", attrs={"gpus": 8}, node=node))
+        parts += [span(*one, "environment_setup", node=node, restart=restart) for restart, one in enumerate(times)]
+    place.put([encode(event) for part in parts for event in part], job="j")
+    derive_attempt(place.raw, place.database, Attempt("j", 0), place.batches, time.time_ns() + DAY_NS)
+    starts = place.rows(schema.start)
+    assert sum(row.overhead_s for row in starts) > sum(row.run_s for row in starts) > 0
+    with place.database.read() as connection:
+        (job,) = questions.jobs(connection, Filter())
+    assert job["share"] == 1
+
+
 def test_a_run_is_over_when_it_has_ended_on_most_nodes(place: Place) -> None:
     """Otherwise, after the death of a node, the job's GPU time would be missing in the shares."""
     parts = [span(0, None, "run", node=f"n{number}", attrs={"gpus": 8}) for number in range(3)]

@@ -471,7 +471,8 @@ def names(connection: Connection, table: Table) -> Mapping[int, str]:
 
 
 def _share(part: float | None, whole: float | None) -> float | None:
-    return part / whole if part is not None and whole else None
+    """At most 1, as in reports: where the nodes of a job restart one after the other, starts overlap."""
+    return min(part / whole, 1.0) if part is not None and whole else None
 
 
 def _plain(value: Any) -> Any:
