@@ -163,7 +163,7 @@ def _report_figures(status: Mapping[str, Any]) -> dict[str, Any]:
     from bootseer.artifact.materialize import peer_numbers  # not in front of the command
 
     place = status["place"]
-    names = ("read_bytes", "place_bytes", "cache_bytes", "peer_bytes", "same_bytes", "rebuilt", "refused")
+    names = ("read_bytes", "place_bytes", "cache_bytes", "peer_bytes", "rebuilt", "refused")
     return {
         "late_requests": 0,
         "late_peers": "",

@@ -58,8 +58,7 @@ class Record(msgspec.Struct, frozen=True):
     changed: _Names
     telling: Annotated[str, Meta(max_length=64)]
     main: Annotated[str, Meta(max_length=4096)]
-    launcher: _Name = ""
-    """Empty in what earlier versions kept."""
+    launcher: _Name
     cold: Annotated[dict[_Name, _Name], Meta(max_length=_MAX_COLD)] = {}
     """Modules that are not imported by the warm parent, and why."""
     never: Annotated[str, Meta(max_length=300)] = ""

@@ -27,7 +27,7 @@ class Version(CheckpointFile):
 
     def __init__(self, before: Callable[[], None]) -> None:
         shared = SimpleNamespace(path="f", size_bytes=len(DATA), version="1")
-        super().__init__(shared, is_striped=False, release=self._ended)
+        super().__init__(shared, self._ended)
         self._before = before
         self.is_open = True
         self.answer = DATA

@@ -76,7 +76,6 @@ def test_an_ordinary_file_is_read_without_being_changed(place, reading, content)
     place.write_bytes("file", content)
     assert whole(reading, "file") == content
     with reading.open("file") as file:
-        assert not file.is_striped
         assert file.read(SIZE - 5, 10) == content[-5:]
 
 

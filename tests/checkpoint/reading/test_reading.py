@@ -102,7 +102,6 @@ def test_a_whole_file_is_read_into_the_callers_memory(reading, content, name):
     memory = bytearray(SIZE + 10)
     assert file.readinto(0, memory) == SIZE
     assert memory[:SIZE] == content
-    assert file.is_striped == (name != "plain")
     assert file.size_bytes == SIZE
 
 

@@ -62,7 +62,6 @@ def test_a_file_with_only_the_length_of_a_head_is_ordinary(own):
     data = content_of(4083)
     own.write_bytes("file", data)
     with Reading(own).open("file") as file:
-        assert not file.is_striped
         assert file.read(0, 5000) == data
 
 

@@ -111,7 +111,7 @@ def test_files_in_a_scratch_folder_are_left_out_but_not_forbidden() -> None:
     ],
 )
 def test_what_looks_alike_is_kept(path: str) -> None:
-    assert RULE.rule_on_path(path, size=10) is None
+    assert RULE.rule_on_path(path) is None
 
 
 def test_only_empty_lock_files_are_transient() -> None:

@@ -118,10 +118,6 @@ _METADATA_NAMES: dict[tuple[str, str], Any] = {
 }
 
 
-class MissingError(OSError):
-    """Bytes were requested that have not been read."""
-
-
 class Pieces(PositionedRawIO):
     """A file of `length` bytes of which some pieces are in memory. Not safe for concurrent use."""
 
@@ -142,13 +138,13 @@ class Pieces(PositionedRawIO):
         return max(done, 0)
 
     def view(self, at: int, length: int) -> memoryview:
-        """Up to `length` bytes from `at` on, within one piece. Raises `MissingError`."""
+        """Up to `length` bytes from `at` on, within one piece. Raises `OSError` if they have not been read."""
         number = bisect_right(self._starts, at) - 1
         if number >= 0:
             start, piece = self._pieces[number]
             if at - start < len(piece):
                 return piece[at - start : at - start + length]
-        raise MissingError(f"byte {at} of {self._length} was not read")
+        raise OSError(f"byte {at} of {self._length} was not read")
 
 
 _MAX_PICKLE_BYTES = 1 << 16

@@ -304,12 +304,11 @@ class CheckpointFile:
     Safe to use from many threads, and in a child after `fork`. All reads raise `BootseerError`.
     """
 
-    def __init__(self, shared: SharedFile, *, is_striped: bool, release: Callable[[], None]) -> None:
+    def __init__(self, shared: SharedFile, release: Callable[[], None]) -> None:
         self.path = shared.path
         self.size_bytes = shared.size_bytes
         self.version = shared.version
         """Differs whenever the content may differ."""
-        self.is_striped = is_striped
         self._shared = shared
         self._release = release
         self._lock = threading.Lock()

@@ -230,7 +230,7 @@ class Reading:
                     if head is None:
                         unused.pop_all()  # the source has taken the file over
                 shared.users += 1
-        return CheckpointFile(shared, is_striped=head is not None, release=partial(self._release, key))
+        return CheckpointFile(shared, partial(self._release, key))
 
     @property
     def position(self) -> float:

@@ -280,10 +280,10 @@ class Exclusions:
             return rule
         return None
 
-    def rule_on_path(self, path: str, *, kind: Kind = "file", size: int | None = None) -> Rule | None:
+    def rule_on_path(self, path: str, *, kind: Kind = "file") -> Rule | None:
         """The rule that leaves out this path or one of its parent folders, if any."""
         above = (self.rule_for(folder, kind="directory") for folder in parents(path))
-        return next(filter(None, above), None) or self.rule_for(path, kind=kind, size=size)
+        return next(filter(None, above), None) or self.rule_for(path, kind=kind)
 
     def forbidding_rule(self, path: str, *, kind: Kind = "file", size: int | None = None) -> Rule | None:
         """The rule that forbids this path in a snapshot: a rule for itself, or for credentials in a parent folder.
