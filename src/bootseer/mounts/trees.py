@@ -58,8 +58,6 @@ class LazyFiles:
         return self._root if inode == 1 else self._attributes[inode - _FIRST]
 
     def entries(self, inode: int) -> Sequence[Listed]:
-        if inode != 1:
-            raise OSError(errno.ENOTDIR, "not a folder")
         return self._entries
 
     def readlink(self, inode: int) -> bytes:
@@ -169,8 +167,6 @@ class MergedTree:
     def read(self, inode: int, offset: int, length: int, reply: Reply) -> Cancel | None:
         layer, found = self._node(inode).parts[0]
         image = self._images[int(layer.identity)]
-        if not stat.S_ISREG(found.mode):
-            raise OSError(errno.EINVAL, "not a regular file")
         if found.tail_at is not None:
             raise CorruptError(f"{image.name}: inode {found.number} has inline data, which is not supported")
         return self._source.read(image.number, found.first_block * BLOCK + offset, length, reply)

@@ -158,8 +158,6 @@ class CheckpointFiles:
         return self._attributes(found)
 
     def _resize(self, node: Node, size_bytes: int) -> None:
-        if node.is_folder:
-            raise os_error(errno.EISDIR)
         opened = node.content
         if size_bytes and (opened is None or not (opened.writers or opened.is_dirty or opened.is_removed)):
             self._open.check_version(node)  # readers here may have an older one open

@@ -209,10 +209,7 @@ class OpenFiles:
             self.close(number)
 
     def get(self, number: int) -> Handle:
-        handle = self._handles.get(number)
-        if handle is None:
-            raise os_error(errno.EBADF)
-        return handle
+        return self._handles[number]
 
     def flush(self, opened: Handle, thread: int, check: Check) -> None:
         """A descriptor was closed by `thread`: publish, unless another one is left that can write."""
