@@ -266,6 +266,20 @@ def test_a_clock_that_is_set_during_the_startup_is_no_other_boot():
     assert result.clock.steps == ["n0"]
 
 
+@pytest.mark.parametrize("step_s", [-2e6, -7200, 7200, 4e8])
+@pytest.mark.parametrize("ends", [True, False], ids=["ended", "alive"])
+def test_a_step_that_exceeds_the_uptime_is_no_other_boot(step_s, ends):
+    """A machine that has just booted had its clock in local time. No process survives a reboot."""
+    early, late = {"booted_s": -60}, {"booted_s": -60, "clock_s": step_s}
+    run = span(0, 20, "run", span="7", **early)[0]
+    last = span(0, 20, "run", span="7", **late)[1] if ends else moment(20, "alive", parent="7", **late)
+    stages = [span(0, 5, "image_loading", **early), span(5, 10, INSTALL, **late), span(10, 12, "first_step", **late)]
+    result = report([run, last], *stages, began(12, **late))
+    assert row(result, "image_loading").work_s == pytest.approx(5)
+    assert result.overhead.startup_s == pytest.approx(12)
+    assert result.clock.steps == ["n0"]
+
+
 @pytest.mark.slow
 def test_ten_thousand_ranks_on_one_node_take_linear_time():
     parts = [span(0, 5, "first_step", rank=rank, pid=rank + 2) for rank in range(10_000)]

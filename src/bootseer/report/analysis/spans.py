@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from bootseer.report.foreign.times import plausible
-from bootseer.trace.event import BEGIN, END, FAILED, INSTANT, NO_RANK, OK, Event
+from bootseer.trace.event import ALIVE, BEGIN, END, FAILED, INSTANT, NO_RANK, OK, Event
 
 TRUNCATED = "truncated"
 RUN = "run"
@@ -268,7 +268,8 @@ def _times(events: list[Event], node: NodeSpans) -> list[int]:
     up_ns = 0  # how long the boot had lasted at its last event
     for shift, mono_ns in shifts:
         # The next boot begins after the uptime of this one; a smaller change means that the wall clock was set.
-        if boots[-1] and shift - boots[-1][-1] > max(_NEW_BOOT_NS, up_ns):
+        low = boots[-1][-1] if boots[-1] else shift
+        if shift - low > max(_NEW_BOOT_NS, up_ns) and not _is_one_boot(events, low, shift):
             boots.append([])
             up_ns = 0
         boots[-1].append(shift)
@@ -286,6 +287,17 @@ def _times(events: list[Event], node: NodeSpans) -> list[int]:
         return event.mono_ns + (bases[0] if len(bases) == 1 else min(bases, key=lambda base: abs(base - shift)))
 
     return [time_of(event) for event in events]
+
+
+def _is_one_boot(events: list[Event], low_ns: int, high_ns: int) -> bool:
+    """Whether a span has events on both sides of a gap between wall and monotonic clock: none survives a reboot."""
+    known = {event.span for event in events if event.span}
+    before, after = set[str](), set[str]()
+    for event in events:
+        shift, span = event.wall_ns - event.mono_ns, event.parent if event.stage == ALIVE else event.span
+        if span in known and (shift <= low_ns or shift >= high_ns):
+            (before if shift <= low_ns else after).add(span)
+    return not before.isdisjoint(after)
 
 
 @dataclass(frozen=True, slots=True)
