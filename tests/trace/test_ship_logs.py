@@ -83,7 +83,7 @@ def test_each_line_arrives_once_and_in_order(service, tmp_path, monkeypatch, see
 
     def started() -> Logs:
         links.append(Mortal(where))
-        return Logs([str(folder)], job, links[-1], where, state)
+        return Logs([str(folder)], job, links[-1], state)
 
     wanted: dict[str, list[bytes]] = {"a.log": [], "b.out": []}
     logs = started()
@@ -128,7 +128,7 @@ def test_what_was_rotated_several_times_between_two_looks_arrives_whole(service,
     log, job = tmp_path / "app.log", f"rotated-{copied}"
     where = target(service.url, {})
     link = Link(where)
-    logs = Logs([str(log)], job, link, where, state)
+    logs = Logs([str(log)], job, link, state)
     log.write_text("0\n")
     logs.step()
     for number in range(1, 5):
@@ -168,9 +168,9 @@ def looked(logs: Logs, started: Callable[[], Logs]) -> Logs:
 def test_a_stage_of_a_sites_own_may_begin_in_one_batch_and_end_in_another(service, tmp_path):
     path, where = tmp_path / "node7.log", target(service.url, {})
     link = Link(where)
-    logs = Logs([str(path)], "own/7", link, where, tmp_path)
+    logs = Logs([str(path)], "own/7", link, tmp_path)
     with pytest.raises(UsageError, match="another process"):
-        Logs([str(path)], "own/7", link, where, tmp_path)
+        Logs([str(path)], "own/7", link, tmp_path)
     told = (
         "corpus: reading",
         "step",
@@ -200,7 +200,7 @@ def test_a_stage_of_a_sites_own_may_begin_in_one_batch_and_end_in_another(servic
 
 def test_a_log_that_cannot_be_read_is_reported_once(tmp_path, caplog):
     where = target("http://127.0.0.1:9", {})
-    logs = Logs(["/proc/self/mem"], "moe", Link(where), where, tmp_path)
+    logs = Logs(["/proc/self/mem"], "moe", Link(where), tmp_path)
     for _ in range(2):
         assert not logs.step()
     logs.close()

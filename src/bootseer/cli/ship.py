@@ -23,7 +23,6 @@ from bootseer.trace.ship import (
     REQUEST_S,
     Link,
     Spools,
-    Target,
     attempt_folders,
     event_lines,
     log_headers,
@@ -63,8 +62,8 @@ def ship_command(
         raise UsageError(
             "--job needs the files of that job's log", hint="a spool is named by its folder, without --job"
         )
-    where = target(url, os.environ)
-    link = Link(where, min(max(within, 1.0), REQUEST_S))  # a request that is not answered ends within the limit, too
+    # A request that is not answered ends within the limit, too.
+    link = Link(target(url, os.environ), min(max(within, 1.0), REQUEST_S))
     named = list(places) or [spools.default_root(os.environ)]
     # A spool that is followed may be created later.
     folders = [one for one in named if not job and (Path(one).is_dir() or (follow and not Path(one).exists()))]
@@ -75,7 +74,7 @@ def ship_command(
     sender, damaged = Spools(folders, link), list[str]()
     if follow:
         set_up({"BOOTSEER_LOG": "warning", **os.environ})  # which logs cannot be read, or were cut
-        lines = _follow(sender, files, job, link, where, stop_event(), alone=named == ["-"])
+        lines = _follow(sender, files, job, link, stop_event(), alone=named == ["-"])
         waiting = 0
     else:
         lines = sum(_send_file(source, job, link, within, quiet, damaged) for source in inputs.sources(files))
@@ -98,13 +97,11 @@ def ship_command(
         raise SystemExit(1)
 
 
-def _follow(
-    sender: Spools, files: list[str], job: str, link: Link, where: Target, ended: threading.Event, *, alone: bool
-) -> int:
+def _follow(sender: Spools, files: list[str], job: str, link: Link, ended: threading.Event, *, alone: bool) -> int:
     """Send what is written until a signal, or until standard input ends if it is followed `alone`. Returns the number
     of lines sent from standard input."""
     named = [place for place in files if place != "-"]
-    logs = Logs(named, job, link, where, state_folder(os.environ)) if named else None
+    logs = Logs(named, job, link, state_folder(os.environ)) if named else None
     stdin = inputs.Source("-", None)
     piped = _Lines(f"stdin-{time.time_ns()}", lambda: next(inputs.new_blocks(stdin, 0), None), job, link)
     for place in named:

@@ -125,8 +125,11 @@ def home_of(env: Mapping[str, str], uid: int, *, otherwise: str) -> str:
 
 def state_folder(env: Mapping[str, str], name: str, *, otherwise: str) -> str:
     """The folder of this name below `/var/lib/bootseer` for root, and in the user's state folder for others."""
-    if os.geteuid() == 0:
-        return f"/var/lib/bootseer/{name}"
+    return f"/var/lib/bootseer/{name}" if os.geteuid() == 0 else user_state_folder(env, name, otherwise=otherwise)
+
+
+def user_state_folder(env: Mapping[str, str], name: str, *, otherwise: str) -> str:
+    """The folder of this name in the user's state folder. Raises `UsageError` for a user without a home."""
     state = env.get("XDG_STATE_HOME") or f"{home_of(env, os.getuid(), otherwise=otherwise)}/.local/state"
     return f"{state}/bootseer/{name}"
 

@@ -125,7 +125,7 @@ class Link:
         self._sampler: Sampler | None = None
         self._where = where
         self.service = f"{where.host}:{where.port}{where.path}"
-        """Its name, in the record of what it has."""
+        """Its name, in the records of what it has."""
         self._timeout_s = timeout_s
         self._pause_s = _FIRST_PAUSE_S
         self._connection: http.client.HTTPConnection | None = None

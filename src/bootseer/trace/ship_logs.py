@@ -95,14 +95,14 @@ def state_folder(env: Mapping[str, str]) -> Path:
 class Logs:
     """Sends new lines of logs. For one thread."""
 
-    def __init__(self, places: Sequence[str], job: str, link: ship.Link, where: ship.Target, state: Path) -> None:
+    def __init__(self, places: Sequence[str], job: str, link: ship.Link, state: Path) -> None:
         """`places`: files, which may not exist yet, and folders. With `job`, all lines are sent as its log; without it,
         only events. Raises `UsageError` if another process sends the same logs."""
         self._places = [os.path.abspath(place) for place in places]
         self._job = job
         self._link = link
         self._more = ship.log_headers(job) if job else {}
-        about = json.dumps([where.host, where.port, where.path, job, sorted(self._places)])
+        about = json.dumps([link.service, job, sorted(self._places)])
         with contextlib.suppress(OSError):
             for entry in os.scandir(state):
                 if time.time() - entry.stat().st_mtime > _MAX_AGE_S:

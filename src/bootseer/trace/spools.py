@@ -8,12 +8,11 @@ import stat
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 
-from bootseer.io.trusted_folder import home_of, open_own, open_trusted
+from bootseer.io.trusted_folder import FOLDER, open_own, open_trusted, user_state_folder
 from bootseer.trace.sinks import SUFFIX, safe_name
 
 _ATTEMPT = "attempt-"
 _MAX_ATTEMPTS = 1_000_000
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _PRIME = (1 << 127) - 1
 _SPREAD = 0x2545F4914F6CDD1D9E3779B97F4A7C15
 _OTHERWISE = "set BOOTSEER_SPOOL (--spool) to another folder"
@@ -21,10 +20,7 @@ _OTHERWISE = "set BOOTSEER_SPOOL (--spool) to another folder"
 
 def default_root(env: Mapping[str, str]) -> str:
     """`$BOOTSEER_SPOOL`, or the user's state folder. Raises `UsageError` for a user without a home."""
-    if env.get("BOOTSEER_SPOOL"):
-        return env["BOOTSEER_SPOOL"]
-    state = env.get("XDG_STATE_HOME") or f"{home_of(env, os.getuid(), otherwise='set BOOTSEER_SPOOL')}/.local/state"
-    return os.path.join(state, "bootseer", "jobs")
+    return env.get("BOOTSEER_SPOOL") or user_state_folder(env, "jobs", otherwise="set BOOTSEER_SPOOL")
 
 
 def fingerprint(text: str) -> str:
@@ -65,7 +61,7 @@ def make_attempt(root: str, job: str, attempt: int | None) -> tuple[str, int]:
             try:
                 os.mkdir(name, mode, dir_fd=folder)
             except FileExistsError:  # created by another node, or a link: then opening fails
-                os.close(os.open(name, _FOLDER, dir_fd=folder))
+                os.close(os.open(name, FOLDER, dir_fd=folder))
     return os.path.join(path, name), number
 
 
