@@ -81,11 +81,8 @@ class Event(NamedTuple):
     """32 hex digits, the W3C trace id; one for all nodes of an attempt."""
     attrs: Mapping[str, Any] = {}
     """Flat map of facts: bytes, hits, barrier, ... Values are str, int, float, bool or None."""
-    extra: Mapping[str, Any] = {}
-    """Keys unknown to this version, preserved."""
 
 
-_FIELDS: Final = frozenset(Event._fields) - {"extra"}
 _REQUIRED: Final = ("wall_ns", "mono_ns", "job", "node", "stage", "phase", "span")
 _DEFAULTS: Final = Event._field_defaults
 
@@ -118,15 +115,12 @@ def stage_name(text: str) -> str:
 
 def encode(event: Event) -> bytes:
     """One line with its newline, at most `MAX_LINE_BYTES`. `attrs_cut` records that long attributes were truncated."""
-    try:
-        line = _encode(event, event.attrs)
-    except (RecursionError, ValueError):  # unknown keys are nested too deeply; the short form drops them
-        line = b""
-    if 0 < len(line) <= MAX_LINE_BYTES:
+    line = _encode(event, event.attrs)
+    if len(line) <= MAX_LINE_BYTES:
         return line
     attrs = {str(key)[:64]: _shortened(value) for key, value in list(event.attrs.items())[:24]}
     # 96 characters outside the BMP are 1,152 bytes of JSON escapes: two names and the fixed keys always fit.
-    short = event._replace(extra={}, job=event.job[:96], node=event.node[:96], stage=event.stage[:_MAX_STAGE])
+    short = event._replace(job=event.job[:96], node=event.node[:96], stage=event.stage[:_MAX_STAGE])
     while True:
         line = _encode(short, {**attrs, "attrs_cut": True})
         if len(line) <= MAX_LINE_BYTES or not attrs:
@@ -138,13 +132,12 @@ def _encode(event: Event, attrs: Mapping[str, Any]) -> bytes:
     record: dict[str, Any] = {name: getattr(event, name) for name in _REQUIRED}
     for name, default in _DEFAULTS.items():
         value = getattr(event, name)
-        if name not in ("attrs", "extra") and value != default:
+        if name != "attrs" and value != default:
             record[name] = value
     for name in ("job", "node"):
         record[name] = record[name][:_MAX_NAME]
     if attrs:
         record["attrs"] = {str(key): _plain(value) for key, value in attrs.items()}
-    record.update((key, value) for key, value in event.extra.items() if key not in _FIELDS)
     text = json.dumps(record, separators=(",", ":"), default=str)
     # A value may contain an event line. Escape its tag, or readers would find a second event.
     text = text.replace("@bootseer", "\\u0040bootseer")
@@ -212,13 +205,12 @@ def _event(record: dict[str, Any]) -> Event:
     if not isinstance(attrs, dict):
         raise Malformed("bad_field")
     fields: dict[str, Any] = {}
-    extra: dict[str, Any] = {}
     for key, value in record.items():
-        if key not in _FIELDS:
-            extra[key] = value
-        elif type(value) is not _TYPES[key]:
+        if key not in _TYPES:
+            continue  # of a later version
+        if type(value) is not _TYPES[key]:
             raise Malformed("bad_field")
-        elif type(value) is str:
+        if type(value) is str:
             limit = _MAX_STAGE if key == "stage" else _MAX_NAME
             fields[key] = value if len(value) <= limit and value.isascii() else encodable(value[:limit])
         elif -_INT64 <= value < _INT64:
@@ -226,9 +218,7 @@ def _event(record: dict[str, Any]) -> Event:
         else:
             raise Malformed("bad_field")
     try:
-        event = Event(
-            **fields, attrs={encodable(k[:64]): _read_value(v) for k, v in attrs.items()} if attrs else {}, extra=extra
-        )
+        event = Event(**fields, attrs={encodable(k[:64]): _read_value(v) for k, v in attrs.items()} if attrs else {})
     except TypeError:
         raise Malformed("bad_field") from None
     if event.phase not in PHASES or event.outcome not in OUTCOMES or not _valid_stage(event.stage):
@@ -239,7 +229,7 @@ def _event(record: dict[str, Any]) -> Event:
 
 
 _TYPES: Final[Mapping[str, type[Any]]] = {
-    name: int if name in ("wall_ns", "mono_ns", "attempt", "restart", "rank", "pid") else str for name in _FIELDS
+    name: int if name in ("wall_ns", "mono_ns", "attempt", "restart", "rank", "pid") else str for name in Event._fields
 }
 
 
