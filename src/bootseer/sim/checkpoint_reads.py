@@ -122,8 +122,6 @@ class Reads:
         self.engine = cluster.engine
         self.schedule = Schedule(ReadSettings(piece_bytes=piece_bytes))
         self._piece_bytes = piece_bytes
-        self.rebuilt = 0
-        """Number of rows with a part that was read from parity."""
         self._cluster, self._way, self._policy = cluster, way, policy
         self._stream_bytes_per_s = stream_bytes_per_s
         self._transfers: dict[_Transfer, None] = {}
@@ -255,7 +253,6 @@ class _Row:
             skipped = chunk_to_skip(delays, frozenset(wanted), self._delay_s(stripes))
             self._spare = stripes if skipped is None else skipped
             wanted = [part for part in (*wanted, stripes) if part != self._spare]
-            reads.rebuilt += skipped is not None
             reads.engine.after(_SETTINGS.row_check_s, self._look)
         for part in wanted:
             self._ask(part)
@@ -278,7 +275,6 @@ class _Row:
         left = {part: schedule.remaining_s(ticket, now) for part, ticket in self._tickets.items() if ticket.num_left}
         if chunk_to_replace(left, 0.0, self._delay_s(self._spare), alone=False) is not None:
             self._ask(self._spare)
-            self._reads.rebuilt += 1
             self._spare = None
         else:
             self._reads.engine.after(_SETTINGS.row_check_s, self._look)
