@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import resource
 import select
 import signal
+from pathlib import Path
 
-from bootseer.mounts.process import ProcessId, die_with
+from bootseer.mounts.process import ProcessId, die_with, drop_descriptors
 
 
 def test_a_child_that_asked_for_it_dies_with_its_parent() -> None:
@@ -35,6 +37,24 @@ def test_a_child_whose_parent_was_faster_dies_at_once() -> None:
         die_with(1 if os.getppid() != 1 else 2)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+def test_descriptors_beyond_the_limit_are_dropped_too(tmp_path: Path) -> None:
+    """`ulimit -n 64` in a shell whose parent has left descriptor 100 open."""
+    answer, report = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.dup2(report, 100)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+            drop_descriptors(tmp_path / "log", lambda number: number in (report, 100))
+            os._exit(0)
+        finally:
+            os._exit(1)
+    os.close(report)
+    assert os.read(answer, 1) == b""
+    os.close(answer)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_process_is_more_than_its_number() -> None:

@@ -46,7 +46,10 @@ def drop_descriptors(log: Path, drops: Callable[[int], bool]) -> None:
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for number in proc.open_files():
         if number not in (0, 1, 2, null, file) and drops(number):
-            os.dup2(null, number, inheritable=False)
+            try:
+                os.dup2(null, number, inheritable=False)
+            except OSError:  # beyond a limit of descriptors that was lowered since: it cannot be in use again
+                os.close(number)
     os.dup2(null, 0)
     for stream in (1, 2):
         os.dup2(file, stream)
