@@ -46,6 +46,8 @@ def main() -> None:
     except OSError as error:  # a path that may not be read, a full disk behind the help, a removed working folder
         _log_failure()
         place, hint = (f"{error.filename}: ", "") if error.filename else ("", " (where: BOOTSEER_LOG=debug)")
+        if isinstance(error, FileNotFoundError) and not error.filename and not os.stat(".").st_nlink:  # noqa: PTH116 - without pathlib
+            place, hint = "the working folder was removed, change to another one: ", ""
         _say(f"bootseer: {place}{error.strerror or error}{hint}")
         code = 1
         try:
