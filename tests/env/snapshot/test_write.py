@@ -93,7 +93,7 @@ def test_what_a_setup_left_is_what_the_mount_shows(tmp_path: Path) -> None:
 def test_the_manifest_in_the_store_says_what_the_image_holds(tmp_path: Path) -> None:
     _everything(tmp_path / "upper")
     store = MemoryStore(str(tmp_path))
-    done = snapshot(store, tmp_path / "upper", is_loose=lambda path: path == "/zero")
+    done = snapshot(store, tmp_path / "upper")
     manifest = load_manifest(store, done.manifest)
     assert manifest.entries == done.entries
     assert manifest.digest == done.digest
@@ -112,7 +112,6 @@ def test_the_manifest_in_the_store_says_what_the_image_holds(tmp_path: Path) -> 
     by_path = {entry.path: entry for entry in manifest.entries}
     assert by_path["/usr/bin/tool"].link == "/usr/bin/again"
     assert by_path["/usr/bin/tool"].digest == by_path["/usr/bin/again"].digest
-    assert [entry.path for entry in manifest.entries if entry.loose] == ["/zero"]
     assert done.num_files == 6
     assert done.size_bytes == 9000 + 4 + 3_000_001 + (40 << 20) + 0 + len("no whiteout")
 
@@ -121,8 +120,12 @@ def test_a_loose_deletion_is_one_in_the_manifest(tmp_path: Path) -> None:
     (tmp_path / "upper").mkdir()
     gone = structs.replace(deleted("/home/old"), before="directory")
     (tmp_path / "upper/home").mkdir()
-    done = snapshot(MemoryStore(str(tmp_path)), tmp_path / "upper", changes=[gone], is_loose=lambda _: True)
-    assert [(entry.kind, entry.loose, entry.before) for entry in done.entries] == [("deleted", True, "directory")]
+    store = MemoryStore(str(tmp_path))
+    done = snapshot(store, tmp_path / "upper", changes=[gone], is_loose=lambda _: True)
+    assert done.loose is not None
+    assert [(entry.kind, entry.before) for entry in load_manifest(store, done.loose).entries] == [
+        ("deleted", "directory")
+    ]
 
 
 def test_the_loose_paths_have_a_manifest_of_their_own_that_stands_alone(tmp_path: Path) -> None:
@@ -317,7 +320,9 @@ def test_what_is_changed_after_the_setup_gives_no_snapshot(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("size", [10, 3 << 20])
-def test_a_file_that_changes_while_others_are_read_gives_no_snapshot(size: int, tmp_path: Path) -> None:
+def test_a_file_that_changes_while_others_are_read_gives_no_snapshot(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     upper = tmp_path / "upper"
     upper.mkdir()
     names = [f"file{number:03}" for number in range(500)]
@@ -325,13 +330,17 @@ def test_a_file_that_changes_while_others_are_read_gives_no_snapshot(size: int, 
         (upper / name).write_bytes(b"x" * 10)
     (upper / "last").write_bytes(b"x" * size)
 
-    def change(_path: str) -> bool:
+    check = secret_check()
+    check_content = check.check_content
+
+    def change(path: str, data: bytes) -> str:
         with (upper / "last").open("ab") as file:
             file.write(b"more")
-        return False
+        return check_content(path, data)
 
+    monkeypatch.setattr(check, "check_content", change)
     with pytest.raises(PermanentError, match="/last was changed after the setup had ended"):
-        snapshot(MemoryStore(str(tmp_path)), upper, is_loose=change, threads=1)
+        snapshot(MemoryStore(str(tmp_path)), upper, check=check, threads=1)
 
 
 def test_paths_that_cannot_be_are_refused(tmp_path: Path) -> None:
@@ -371,16 +380,22 @@ def test_too_much_is_refused_before_any_of_it_is_read(tmp_path: Path) -> None:
         snapshot(store, upper)
 
 
-def test_giving_up_in_the_middle_leaves_nothing_to_be_found(tmp_path: Path) -> None:
+def test_giving_up_in_the_middle_leaves_nothing_to_be_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     upper = tmp_path / "upper"
     upper.mkdir()
     for number in range(3):
         (upper / str(number)).write_bytes(random.Random(number).randbytes(500_000))
 
-    def give_up(_path: str) -> bool:
-        raise KeyboardInterrupt
+    check = secret_check()
+    check_content = check.check_content
 
+    def give_up(path: str, data: bytes) -> str:
+        if path == "/1":
+            raise KeyboardInterrupt
+        return check_content(path, data)
+
+    monkeypatch.setattr(check, "check_content", give_up)
     store = open_store(f"file://{tmp_path}/store")
     with pytest.raises(KeyboardInterrupt):
-        snapshot(store, upper, is_loose=give_up)
+        snapshot(store, upper, check=check)
     assert not [path for path in (tmp_path / "store").rglob("*") if path.is_file() and path.stat().st_size]

@@ -73,8 +73,6 @@ class Entry(Struct, frozen=True, omit_defaults=True):
     """Whether the path existed before."""
     before: Annotated[str, Meta(pattern=_BEFORE)] = ""
     """See `Change.before`."""
-    loose: bool = False
-    """Whether a restore on a host copies it instead of mounting it."""
 
 
 class Manifest(Struct, frozen=True):
@@ -84,7 +82,7 @@ class Manifest(Struct, frozen=True):
 
     @property
     def digest(self) -> str:
-        """`sha256:<hex>` of the snapshot's content, without previous states and the division into roots."""
+        """`sha256:<hex>` of the snapshot's content, without previous states."""
         found = hashlib.sha256()
         for entry in self.entries:
             value = _fields(entry)
@@ -130,7 +128,7 @@ def path_bytes(path: str) -> bytes:
     return path.encode("utf-8", "surrogateescape")
 
 
-_CIRCUMSTANCES = ("modified", "before", "loose")
+_CIRCUMSTANCES = ("modified", "before")
 """Fields that the digest does not cover."""
 
 

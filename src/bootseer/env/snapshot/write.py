@@ -119,7 +119,7 @@ def write_snapshot(
 
     def once(_left_s: float) -> tuple[BlockFile, _SnapshotWriter]:
         with BlockWriter(store, head_bytes=BLOCK, threads=threads) as blocks:
-            run = _SnapshotWriter(ErofsWriter(blocks), items, began_s, root, is_loose, check)
+            run = _SnapshotWriter(ErofsWriter(blocks), items, began_s, root, check)
             return blocks.finish(run.write()), run
 
     # A failed upload cannot be resumed, only repeated as a whole.
@@ -174,7 +174,6 @@ class _SnapshotWriter:
         items: list[Item],
         began_s: float,
         root: str,
-        is_loose: Callable[[str], bool],
         check: SecretCheck,
     ) -> None:
         self.entries: list[Entry] = []
@@ -183,7 +182,6 @@ class _SnapshotWriter:
         self._writer = writer
         self._items = items
         self._root = root.rstrip("/")
-        self._is_loose = is_loose
         self._check = check
         self._secrets: list[str] = []
         """Secrets that were found: from the first one on files are only checked, and no longer written."""
@@ -249,7 +247,7 @@ class _SnapshotWriter:
             self.entries.append(Entry(item.path, "deleted", before=item.entry.before))
 
     def _keep(self, item: Item, *, size: int, digest: str, link: str = "") -> Entry:
-        entry = replace(item.entry, size=size, digest=digest, link=link, loose=self._is_loose(item.path))
+        entry = replace(item.entry, size=size, digest=digest, link=link)
         self.entries.append(entry)
         return entry
 
