@@ -38,8 +38,6 @@ Progress = Callable[[int, int], None]
 class Written(Struct, frozen=True):
     """A file that is published: visible, durable, checked."""
 
-    path: str
-    size_bytes: int
     is_striped: bool
     entry: Entry | None = None
     """Attributes of a small file that is not striped; None otherwise."""
@@ -103,7 +101,7 @@ class Publication:
         self._referenced = names
         self.remove_unreferenced()
         _LOG.info("%s is published: %d bytes in %d parts", self.path, head.size_bytes, len(names))
-        return Written(self.path, head.size_bytes, is_striped=True)
+        return Written(is_striped=True)
 
     def read(self, segment: Segment, offset: int, end: int, take: Callable[[int, bytearray], None]) -> None:
         """Pass the bytes of the file from `offset` to `end`, which lie in one complete segment, to `take`, one verified
@@ -218,7 +216,7 @@ def write_ordinary(
         entry = publication.publish_step(lambda: place.write_bytes(path, data, mode=publication.mode))
         if progress is not None:
             progress(size_bytes, size_bytes)
-        return Written(path, size_bytes, is_striped=False, entry=entry)
+        return Written(is_striped=False, entry=entry)
     failed_on: set[str] = set()
     names: list[str] = []
 
@@ -253,4 +251,4 @@ def write_ordinary(
         publication.publish_step(step)
     finally:
         publication.remove_unreferenced()
-    return Written(path, size_bytes, is_striped=False)
+    return Written(is_striped=False)
