@@ -9,6 +9,7 @@ from __future__ import annotations
 import stat
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 
 from msgspec import Struct, field
 
@@ -223,6 +224,7 @@ def encode_directory_block(entries: Sequence[tuple[bytes, int, int]]) -> bytes:
     return b"".join(head) + b"".join(names)
 
 
+@lru_cache(maxsize=64)  # names of one directory are looked up in a row
 def decode_directory_block(block: bytes) -> Iterable[tuple[bytes, int, int]]:
     """Reverse of `encode_directory_block`, padding allowed. Raises `CorruptError`."""
     if len(block) < DIRENT.size:
