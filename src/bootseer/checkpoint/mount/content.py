@@ -320,7 +320,7 @@ class Content:
             if writer is None:
                 return False
             try:
-                while not self._ended(writer):
+                while not self._ended():
                     self._publish_once(writer)
             except BaseException:
                 self._drop(writer)
@@ -343,7 +343,7 @@ class Content:
             self._num_changes += 1
         writer.abort()
 
-    def _ended(self, writer: FileWriter) -> bool:
+    def _ended(self) -> bool:
         """End the writer, unless something is left to be published."""
         with self.lock:
             if self.is_dirty:
