@@ -43,7 +43,7 @@ def tmpfs(place: Path) -> Callable[[], None]:
 
 @BOTH
 def test_mounts_are_seen_inside_and_through_the_root_alone(place: Path, user: bool) -> None:
-    with Namespace.create(tmpfs(place), user=user) as namespace:
+    with contextlib.closing(Namespace.create(tmpfs(place), user=user)) as namespace:
         assert inside(namespace, f"cat {place}/inside") == "only here"
         assert (namespace.root / f"{place}/inside".lstrip("/")).read_text() == "only here"
         assert not list(place.iterdir())
@@ -51,14 +51,14 @@ def test_mounts_are_seen_inside_and_through_the_root_alone(place: Path, user: bo
 
 
 def test_a_child_keeps_its_working_folder_by_name(place: Path) -> None:
-    with Namespace.create(tmpfs(place)) as namespace:
+    with contextlib.closing(Namespace.create(tmpfs(place))) as namespace:
         assert inside(namespace, "pwd; ls", cwd=place) == f"{place}\ninside\n"
 
 
 def test_a_deleted_working_folder_stays_deleted(place: Path) -> None:
     gone = place / "gone"
     gone.mkdir()
-    with Namespace.create(lambda: None) as namespace:
+    with contextlib.closing(Namespace.create(lambda: None)) as namespace:
 
         def look() -> None:
             gone.rmdir()
@@ -87,7 +87,7 @@ def test_what_the_helper_tells_and_hands_over_arrives(place: Path) -> None:
         (place / "x").write_text("handed over")
         return Built({"points": ["/", "/a b"]}, {"folder": os.open(place, os.O_PATH)})
 
-    with Namespace.create(build) as namespace:
+    with contextlib.closing(Namespace.create(build)) as namespace:
         assert namespace.facts == {"points": ["/", "/a b"]}
         assert (namespace.folder("folder") / "x").read_text() == "handed over"
 
@@ -141,7 +141,7 @@ def test_everything_ends_with_the_last_holder(place: Path) -> None:
 
 
 def test_root_keeps_all_ids_in_a_user_namespace(place: Path) -> None:
-    with Namespace.create(lambda: None, user=True) as namespace:
+    with contextlib.closing(Namespace.create(lambda: None, user=True)) as namespace:
         assert inside(namespace, f"id -u; touch {place}/f; chown 1234:77 {place}/f; stat -c %u:%g {place}/f") == (
             "0\n1234:77\n"
         )
@@ -189,7 +189,7 @@ def test_an_overlay_in_place_lets_nested_mounts_through(place: Path, user: bool)
         notes = overlay_in_place(root, [root, layer], upper=changes / "upper", work=changes / "work", userxattr=user)
         return Built({"notes": notes})
 
-    with Namespace.create(build, user=user) as namespace:
+    with contextlib.closing(Namespace.create(build, user=user)) as namespace:
         assert namespace.facts["notes"] == []
         assert inside(namespace, f"cat {root}/own {root}/lib/new; echo w > {root}/written") == "ownnew"
         if not user:
@@ -208,7 +208,7 @@ def test_a_mount_without_a_target_in_the_new_folder_is_reported(place: Path) -> 
         kernel.attach(kernel.create_mount("tmpfs", [("source", "one")]), root / "nested")
         return Built({"notes": overlay_in_place(root, [layer])})
 
-    with Namespace.create(build) as namespace:
+    with contextlib.closing(Namespace.create(build)) as namespace:
         (note,) = namespace.facts["notes"]
     assert f"the mount {root}/nested cannot be kept" in note
 

@@ -73,24 +73,16 @@ class Ranges:
         self._starts: list[int] = []
         self._ends: list[int] = []
 
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        return iter(list(zip(self._starts, self._ends, strict=True)))
-
-    def add(self, start: int, end: int) -> int:
-        """Add a range; returns how many integers were added."""
+    def add(self, start: int, end: int) -> None:
+        """Add a range."""
         if end <= start:
-            return 0
+            return
         # Ranges that touch it are merged with it.
         first, last = bisect_left(self._ends, start), bisect_right(self._starts, end)
-        known = 0
-        for at in range(first, last):
-            known += max(min(self._ends[at], end) - max(self._starts[at], start), 0)
-        fresh = end - start - known
         if first < last:
             start, end = min(start, self._starts[first]), max(end, self._ends[last - 1])
         self._starts[first:last] = [start]
         self._ends[first:last] = [end]
-        return fresh
 
     def remove(self, start: int, end: int) -> int:
         """Remove a range; returns how many integers were removed."""

@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn
 
 from msgspec import Struct, field
 
@@ -135,12 +135,6 @@ class Namespace:
             os.close(self._held.popitem()[1])
         while self._folders:
             os.close(self._folders.popitem()[1])
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def overlay_in_place(

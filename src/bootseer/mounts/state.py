@@ -147,19 +147,17 @@ class Runtime:
             raise PermanentError(f"{left[0]} is still mounted")
         shutil.rmtree(folder, onerror=_unless_missing)
 
-    def remove_stale(self) -> list[MountState]:
-        """Remove the records and folders of all mounts that are gone; returns these mounts.
+    def remove_stale(self) -> None:
+        """Remove the records and folders of all mounts that are gone.
 
         A mount that exists although its daemon is dead is kept, so that the user can see it. A folder without a record
         belongs to a process that is mounting, or, ten minutes after the last change in it, was left by a killed one.
         """
-        removed = []
         for state in list(self.all()):
             if self.health(state) == "gone" and (state.daemon is None or not state.daemon.alive):
                 with contextlib.suppress(BootseerError, OSError):
                     self.remove(state)
                     _LOG.info("mount %s at %s is gone: record removed", state.id, state.target)
-                    removed.append(state)
         for folder in self.mounts.iterdir():
             with contextlib.suppress(BootseerError, OSError):
                 if _is_unrecorded(folder) and _is_abandoned(folder):
@@ -167,7 +165,6 @@ class Runtime:
                         control.send_request(folder, "stop")
                     self.remove_folder(folder)
                     _LOG.info("%s was left by a process that died: removed", folder)
-        return removed
 
 
 def _is_unrecorded(folder: Path) -> bool:
