@@ -274,3 +274,20 @@ def test_objects_as_values_never_end_the_job() -> None:
 def test_nearest_stage_name(text: str, name: str) -> None:
     assert stage_name(text) == name
     assert decode(encode(SMALL._replace(stage=name))).stage == name
+
+
+@pytest.mark.parametrize("letter", ["x", "é", "🚀", "\x01", "\udc80"])
+def test_long_names_that_differ_at_their_ends_stay_different_jobs(letter: str) -> None:
+    """As the names of Slurm's jobs do: `NAME-4711`."""
+    one, two = (decode(encode(SMALL._replace(job=f"{letter * 300}-{number}"))).job for number in (4711, 4712))
+    assert one != two
+    assert one[:87] == two[:87] == letter * 87 or letter == "\udc80"
+
+
+def test_all_lines_of_a_start_name_the_same_job_and_node() -> None:
+    """Also those whose attributes do not fit into a line."""
+    event = SMALL._replace(job="j" * 200, node=f"pod-{'p' * 60}/{'u' * 36}")
+    long = event._replace(attrs={str(number): "v" * 500 for number in range(20)})
+    assert decode(encode(long)).attrs["attrs_cut"] is True
+    assert {decode(encode(one))[:4] for one in (event, long)} == {decode(encode(event))[:4]}
+    assert (decode(encode(long)).job, decode(encode(long)).node) == (event.job, event.node)

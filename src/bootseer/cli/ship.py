@@ -18,6 +18,7 @@ from bootseer.logs import set_up
 from bootseer.report import inputs
 from bootseer.report.inputs import Source
 from bootseer.trace import spools
+from bootseer.trace.event import fingerprint
 from bootseer.trace.ship import (
     BATCH_BYTES,
     REQUEST_S,
@@ -31,7 +32,6 @@ from bootseer.trace.ship import (
 )
 from bootseer.trace.ship_logs import Logs, state_folder
 from bootseer.trace.sinks import safe_name
-from bootseer.trace.spools import fingerprint
 from bootseer.units import plural
 
 

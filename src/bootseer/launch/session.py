@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 from bootseer.errors import BootseerError
 from bootseer.launch.supervise import log, say
 from bootseer.trace import spools, traceparent
-from bootseer.trace.event import BEGIN, END, FAILED, INSTANT, NO_RANK, OK, Event
+from bootseer.trace.event import BEGIN, END, FAILED, INSTANT, NO_RANK, OK, Event, fingerprint
 from bootseer.trace.identity import OUTER_JOB, OUTER_NODE, Identity, discover
 from bootseer.trace.sinks import FanOut, safe_name
-from bootseer.trace.spools import fingerprint
 from bootseer.trace.tracer import TRAINING_BEGAN, Tracer, new_span, open_sink, spool_word
 
 if TYPE_CHECKING:

@@ -24,8 +24,9 @@ from bootseer.errors import BootseerError, CorruptError, NotFoundError, Permanen
 from bootseer.io.tasks import Tasks
 from bootseer.store.file import FileStore, PlaceStore
 from bootseer.store.store import MAX_CREATE_BYTES, Store
+from bootseer.trace.event import fingerprint
 from bootseer.trace.sinks import SUFFIX, safe_name
-from bootseer.trace.spools import fingerprint, folder_name
+from bootseer.trace.spools import folder_name
 
 EVENTS: Final = f"{SUFFIX}.zst"
 """Suffix of a batch of event lines."""

@@ -42,6 +42,10 @@ STACK: Final = "stack_sample"
 
 _INT64 = 2**63
 _MAX_NAME = 256
+_NAME_BYTES = 96 * 12
+"""Of a job's or node's name in a line: with two of them, the fixed keys always fit. 12 bytes escape an emoji."""
+_PRIME = (1 << 127) - 1
+_SPREAD = 0x2545F4914F6CDD1D9E3779B97F4A7C15
 _MAX_STAGE = 8 * 65  # the longest match of `_STAGE`: a truncated name would be another stage
 _MAX_VALUE = 1024
 _STAGE = r"[a-z0-9_]{1,64}(\.[a-z0-9_]{1,64}){0,7}"
@@ -119,13 +123,28 @@ def encode(event: Event) -> bytes:
     if len(line) <= MAX_LINE_BYTES:
         return line
     attrs = {str(key)[:64]: _shortened(value) for key, value in list(event.attrs.items())[:24]}
-    # 96 characters outside the BMP are 1,152 bytes of JSON escapes: two names and the fixed keys always fit.
-    short = event._replace(job=event.job[:96], node=event.node[:96], stage=event.stage[:_MAX_STAGE])
+    short = event._replace(stage=event.stage[:_MAX_STAGE])
     while True:
         line = _encode(short, {**attrs, "attrs_cut": True})
         if len(line) <= MAX_LINE_BYTES or not attrs:
             return line
         del attrs[max(attrs, key=lambda key: len(json.dumps(attrs[key])))]
+
+
+def fingerprint(text: str) -> str:
+    """32 hex digits for a text, equal on every node. Not cryptographic: importing hashlib takes 3 ms."""
+    number = int.from_bytes(text.encode("utf-8", "surrogateescape") + b"\1", "big")
+    return f"{(number * _SPREAD % _PRIME * _SPREAD + 1) % _PRIME:032x}"
+
+
+@functools.lru_cache(maxsize=64)
+def _written_name(text: str) -> str:
+    """A job's or node's name, the same in all lines. A long one is cut and ends with a digest: names often differ only
+    at their ends (`NAME-4711`)."""
+    if len(text) <= _MAX_NAME and len(json.dumps(text)) <= _NAME_BYTES:
+        return text
+    cut = text[: _MAX_NAME - 9]
+    return f"{cut if len(json.dumps(cut)) <= _NAME_BYTES - 9 else text[:87]}-{fingerprint(json.dumps(text))[:8]}"
 
 
 def _encode(event: Event, attrs: Mapping[str, Any]) -> bytes:
@@ -135,7 +154,7 @@ def _encode(event: Event, attrs: Mapping[str, Any]) -> bytes:
         if name != "attrs" and value != default:
             record[name] = value
     for name in ("job", "node"):
-        record[name] = record[name][:_MAX_NAME]
+        record[name] = _written_name(record[name])
     if attrs:
         record["attrs"] = {str(key): _plain(value) for key, value in attrs.items()}
     text = json.dumps(record, separators=(",", ":"), default=str)

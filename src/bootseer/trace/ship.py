@@ -26,10 +26,9 @@ from urllib.parse import quote, urlsplit
 from bootseer.errors import UsageError
 from bootseer.io.locks import try_flock
 from bootseer.io.trusted_folder import is_secret
-from bootseer.trace.event import Malformed, decode
+from bootseer.trace.event import Malformed, decode, fingerprint
 from bootseer.trace.sinks import SUFFIX, safe_name
 from bootseer.trace.spool_tail import MAX_BYTES_PER_LOOK, new_lines, spool_files
-from bootseer.trace.spools import fingerprint
 
 if TYPE_CHECKING:
     from bootseer.trace.stacks import Sampler

@@ -25,8 +25,8 @@ from bootseer.io import trusted_folder
 from bootseer.io.locks import claim
 from bootseer.logs import logger
 from bootseer.trace import ship
+from bootseer.trace.event import fingerprint
 from bootseer.trace.sinks import safe_name
-from bootseer.trace.spools import fingerprint
 
 STATE: Final = "BOOTSEER_SHIP_STATE"
 _LOG = logger(__name__)

@@ -9,24 +9,17 @@ from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 
 from bootseer.io.trusted_folder import FOLDER, open_own, open_trusted, user_state_folder
+from bootseer.trace.event import fingerprint
 from bootseer.trace.sinks import SUFFIX, safe_name
 
 _ATTEMPT = "attempt-"
 _MAX_ATTEMPTS = 1_000_000
-_PRIME = (1 << 127) - 1
-_SPREAD = 0x2545F4914F6CDD1D9E3779B97F4A7C15
 _OTHERWISE = "set BOOTSEER_SPOOL (--spool) to another folder"
 
 
 def default_root(env: Mapping[str, str]) -> str:
     """`$BOOTSEER_SPOOL`, or the user's state folder. Raises `UsageError` for a user without a home."""
     return env.get("BOOTSEER_SPOOL") or user_state_folder(env, "jobs", otherwise="set BOOTSEER_SPOOL")
-
-
-def fingerprint(text: str) -> str:
-    """32 hex digits for a text, equal on every node. Not cryptographic: importing hashlib takes 3 ms."""
-    number = int.from_bytes(text.encode("utf-8", "surrogateescape") + b"\1", "big")
-    return f"{(number * _SPREAD % _PRIME * _SPREAD + 1) % _PRIME:032x}"
 
 
 def folder_name(job: str) -> str:
