@@ -101,6 +101,15 @@ def test_a_place_is_mounted_used_and_unmounted(tmp_path: Path, runtime: Runtime,
         the(runtime, target)
 
 
+def test_a_mount_of_another_runtime_folder_is_named_as_one(tmp_path: Path, runtime: Runtime, start: Start) -> None:
+    """As after a start with another BOOTSEER_RUNTIME, or a clean-up of /tmp."""
+    target = Path(start()["target"])
+    with pytest.raises(UsageError, match="no checkpoints are mounted") as raised:
+        find_checkpoint(Runtime(tmp_path / "other"), target)
+    assert f"umount {target}" in raised.value.hint
+    the(runtime, target).unmount()
+
+
 def test_mounting_does_not_wait_for_another_process_that_mounts_there(
     tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:

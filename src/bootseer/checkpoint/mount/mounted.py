@@ -237,7 +237,12 @@ def find_checkpoint(runtime: Runtime, target: Path) -> MountedCheckpoint:
     """The mount on `target`. Raises `UsageError` when there is none."""
     state = runtime.find(target)
     if state is None:
-        raise UsageError(f"{target}: no checkpoints are mounted there", hint="bootseer ckpt mounted shows what is")
+        hint = "bootseer ckpt mounted shows what is"
+        if kernel.is_mount(target):
+            hint = (
+                f"if they are, {runtime.root} is not the runtime folder of their mount, or was emptied: umount {target}"
+            )
+        raise UsageError(f"{target}: no checkpoints are mounted there", hint=hint)
     return MountedCheckpoint(runtime, state)
 
 
