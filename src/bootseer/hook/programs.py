@@ -134,16 +134,6 @@ def read_known(folder: str) -> dict[str, Any]:
         return {}
 
 
-def parent_command(known: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]:
-    """Arguments and environment of a warm parent for this program.
-
-    Its libraries are loaded with the launcher's variables and those that the launcher sets for its programs.
-    """
-    server = os.path.join(os.path.dirname(os.path.abspath(__file__)), PARENT)
-    native = {str(name): str(value) for name, value in known["native"].items()}
-    return [sys.executable, *map(str, known["flags"]), server], {**os.environ, **native}
-
-
 def restart_address(run_id: str, pid: int) -> str:
     """The abstract socket address of `bootseer run --restarts` with this process id, for warm parents. By the id alone
     those of launchers below the command would connect, too; runs of several pods in the host's network may have the

@@ -60,8 +60,7 @@ class WarmLauncher:
         import socket
 
         self._program = str(known["program"])
-        command, env = programs.parent_command(known)
-        self._flags = command[1:-1]
+        self._flags = list(known["flags"])
         self._lock = threading.Lock()
         self._undo: list[Callable[[], None]] = []
         self._pid = os.getpid()
@@ -69,11 +68,12 @@ class WarmLauncher:
             self.parent, self._end = inherited
             return
         self._end, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
+        with other:
             other.set_inheritable(True)
-            self.parent = _spawn([*command, str(other.fileno()), folder, launcher], env)
-        finally:
-            other.close()
+            server = os.path.join(os.path.dirname(os.path.abspath(__file__)), programs.PARENT)
+            argv = [sys.executable, *self._flags, server, str(other.fileno()), folder, launcher]
+            # Its libraries are loaded with the launcher's variables and those that the launcher sets for its programs.
+            self.parent = _spawn(argv, {**os.environ, **known["native"]})
 
     def watch(self) -> None:
         """Wrap all functions with which this process starts Python programs or waits for children."""

@@ -29,11 +29,8 @@ _threads = Executor("bootseer-store", _MAX_THREADS)
 
 def within(timeout_s: float, label: str, call: Callable[[], T]) -> T:
     """What `call` returns, or a `TransientError` when it has not returned in time. Its own errors are passed on."""
-    results = stream_within(timeout_s, label, lambda: [call()])
-    try:
+    with contextlib.closing(stream_within(timeout_s, label, lambda: [call()])) as results:
         return next(results)
-    finally:
-        results.close()
 
 
 def stream_within(

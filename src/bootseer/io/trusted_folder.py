@@ -44,11 +44,8 @@ def trusted_folder(path: str | Path, *, otherwise: str, make: bool = True, priva
     """
     from pathlib import Path
 
-    walk = _Walk(path, otherwise, make=make, private=private)
-    try:
+    with contextlib.closing(_Walk(path, otherwise, make=make, private=private)) as walk:
         return Path(walk.path)
-    finally:
-        walk.close()
 
 
 def own_folder(path: str | Path, *, otherwise: str, make: bool = True, private: bool = False) -> Path:
@@ -63,11 +60,8 @@ def open_trusted(path: str | Path, *, otherwise: str) -> int:
     """A descriptor, for use with `dir_fd`, of a folder that users may share: it may belong to root or have the sticky
     bit, like a parent. Use `open_own` for its entries. The caller closes it.
     """
-    walk = _Walk(path, otherwise, shared=True)
-    try:
+    with contextlib.closing(_Walk(path, otherwise, shared=True)) as walk:
         return os.open(".", _FOLDER, dir_fd=walk.folder)
-    finally:
-        walk.close()
 
 
 def open_own(parent: int, name: str, where: str, *, mode: int = 0o700, otherwise: str) -> int:

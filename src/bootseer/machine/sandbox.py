@@ -39,11 +39,6 @@ def check(step: str, result: int) -> None:
         raise StepError(step, ctypes.get_errno())
 
 
-def enter_mount_namespace() -> None:
-    check("unshare mount namespace", _libc.unshare(CLONE_NEWNS))
-    check("make mounts private", _libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None))
-
-
 def enter_user_namespace() -> None:
     """Root first changes to an unprivileged user, because the trial is about ordinary users."""
     if os.geteuid() == 0:
@@ -78,7 +73,8 @@ def try_fuse() -> None:
 def main(trial: str) -> None:
     if trial != "fuse":
         enter_user_namespace()
-    enter_mount_namespace()
+    check("unshare mount namespace", _libc.unshare(CLONE_NEWNS))
+    check("make mounts private", _libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None))
     if trial != "userns":
         try_fuse()
 
