@@ -53,7 +53,7 @@ class Job:
         main = str(folder / "child.py")
         told = programs.import_lines(os.path.realpath(main), str(folder))[0]
         known = {"program": "child.py", "main": main, "telling": told, "flags": [], "modules": ["colorsys"]}
-        known |= {"native": {"OMP_NUM_THREADS": "3"}, "changed": []}
+        known |= {"native": {"OMP_NUM_THREADS": "3"}, "changed": [], "launcher": "launch.py"}
         self.record = json.dumps({"schema": programs.SCHEMA, "launchers": {"launch.py": known}})
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("BOOTSEER_", "PYTHON"))}
         self.env = {**clean, "BOOTSEER_CACHE": str(folder / "cache"), "LAUNCHER": "0", "GROUP": "0"}
