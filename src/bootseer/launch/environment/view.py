@@ -75,7 +75,7 @@ def loose_entries(changes: Iterable[Change]) -> list[Entry]:
     found = []
     for item in items:
         link = first.setdefault(item.inode, item.path) if item.inode != (0, 0) else ""
-        found.append(replace(item.entry, link=link if link != item.path else "", loose=True))
+        found.append(replace(item.entry, link=link if link != item.path else ""))
     return found
 
 
