@@ -335,16 +335,20 @@ def test_a_parent_that_is_killed_in_a_request_costs_only_its_time(launcher: Laun
     assert reason in ("the warm parent ended before it answered", "the warm parent has ended")
 
 
-def test_an_exception_of_the_launchers_signal_handler_is_raised_in_the_launcher(launcher: Launcher):
+@pytest.mark.parametrize("handler", ["handle", "functools.partial(handle, 1)", "Handler()"])
+def test_an_exception_of_the_launchers_signal_handler_is_raised_in_the_launcher(launcher: Launcher, handler: str):
     """torchrun's `SignalException` ends torchrun, which must not start the program by exec then."""
     launcher.remember(launcher.write("child.py", "open('ran', 'w')"))
     launcher.before = (
-        """
+        f"""
+import functools
 class SignalException(Exception): pass
 def handle(*_):
     open("handled", "w").close()
     raise SignalException("SIGTERM")
-signal.signal(signal.SIGTERM, handle)
+class Handler:
+    def __call__(self, *_): handle()
+signal.signal(signal.SIGTERM, {handler})
 """
         + _AWAIT_GO
     )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +60,9 @@ class Job:
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("BOOTSEER_", "PYTHON"))}
         self.env = {**clean, "BOOTSEER_CACHE": str(folder / "cache"), "LAUNCHER": "0", "GROUP": "0"}
 
-    def start(self, mode: str, way: str) -> subprocess.Popen[str]:
+    @contextlib.contextmanager
+    def start(self, mode: str, way: str) -> Iterator[subprocess.Popen[str]]:
+        """The run, which is killed when the test leaves it, so that a failure in between does not wait for its end."""
         command = [sys.executable, str(self.folder / "launch.py"), way]
         path = self.folder / "cache" / "warm" / f"{workload_key(command, setup=chr(0))}.json"
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -66,10 +70,14 @@ class Job:
         path.write_text(self.record)
         words = ["--restarts", "2", "--warm", mode, "--spool", str(self.folder / mode), "--job", "x"]
         pipe = subprocess.PIPE
-        return subprocess.Popen(
+        with subprocess.Popen(
             [*BOOTSEER, "run", *words, "--", *command], env=self.env, cwd=self.folder, stdin=subprocess.DEVNULL,
             stdout=pipe, stderr=pipe, text=True,
-        )  # fmt: skip
+        ) as process:  # fmt: skip
+            try:
+                yield process
+            finally:
+                process.kill()
 
     def run(self, mode: str, way: str = "again") -> list[Any]:
         """The lines printed by the starts: for each, its facts, then its restart number, imports and child's output."""

@@ -14,6 +14,7 @@ import pytest
 from bootseer.blocks.index import Index
 from bootseer.blocks.writer import BlockWriter
 from bootseer.cache.cache import Cache
+from bootseer.cache.cached_file import CachedFile
 from bootseer.errors import NotFoundError, TransientError
 from bootseer.peers.choice import Level, Peer
 from bootseer.peers.client import Client
@@ -199,7 +200,7 @@ def test_what_the_cache_cannot_keep_is_refused_and_no_hole_is_sent(
     node: Node, index: Index, register: Register, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     register(node)
-    monkeypatch.setattr("bootseer.cache.cached_file._RESERVE_BYTES", 1 << 60)
+    monkeypatch.setitem(CachedFile.put.__kwdefaults__, "reserve_bytes", 1 << 60)
     monkeypatch.setattr("bootseer.cache.cached_file._RESERVE_SHARE", 1.0)
     with pytest.raises(NotFoundError):
         node.ask(index, 2)

@@ -124,11 +124,19 @@ def raised_by_signal(error: BaseException) -> bool:
     torchrun's `SignalException`."""
     import signal
 
-    codes = {getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()} - {None}
+    codes = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code not in codes:
         trace = trace.tb_next
     return trace is not None
+
+
+def _code_of(handler: object) -> object:
+    """The code of a function, a method, a `functools.partial` or an object with `__call__`; None of others."""
+    if not callable(handler):  # SIG_DFL, SIG_IGN, or a handler that was not set by Python
+        return None
+    function = getattr(handler, "func", handler)
+    return getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
 
 
 def compiling() -> bool:
