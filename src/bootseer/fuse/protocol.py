@@ -135,7 +135,7 @@ def dirent(entry: Listed, number: int) -> bytes:
 def statfs_out(space: Space, unit: int, num_files: int = 0) -> bytes:
     """struct fuse_statfs_out, in blocks of `unit` bytes."""
     free = space.free // unit
-    return STATFS_OUT.pack(-(-space.total // unit), free, free, num_files, 0, unit, 255, unit, 0)
+    return STATFS_OUT.pack(space.total // unit, free, free, num_files, 0, unit, 255, unit, 0)
 
 
 # Writable file systems
