@@ -13,7 +13,7 @@ from nodes_site import BOOTSEER, PYTHON, Script
 _UNGUARDED = str(Path(__file__).with_name("nodes_unguarded.py"))
 _COPY = str(ROOT / "examples/plain_copy.py")
 RECORDED = "recorded"
-"""The name of the hot set of starts that use one."""
+"""The workload of the replay."""
 REQUIREMENTS = ROOT / "examples/moe/requirements.txt"
 
 
@@ -55,6 +55,8 @@ class Start:
     """Unique name of the job and of the container."""
     command: tuple[str, ...] = ("python3", "/bench/nodes_replay.py", "/bench/plan")
     """The job; the folder of checkpoints is appended."""
+    workload: str = RECORDED
+    """The name of the hot set of starts that use one."""
 
     @property
     def copied(self) -> Path:
@@ -129,7 +131,7 @@ def bootseer(start: Start, techniques: Techniques, without: str = "") -> Script:
     words += ["--num-nodes", str(start.of), "--began-pattern", "^began"]
     words += ["--image", origin.image, "--store", f"oci://{origin.image.rpartition(':')[0]}", "--entrypoint", "none"]
     words += ["--loading", "lazy" if techniques.image else "pull", "--mount", f"{origin.bench}:/bench:ro"]
-    words += ["--workload", RECORDED if techniques.record else start.row]
+    words += ["--workload", start.workload if techniques.record else start.row]
     if techniques.peers:
         words += ["--peers", origin.meet]
     if origin.index:

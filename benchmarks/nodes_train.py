@@ -45,12 +45,11 @@ def _arms(number: int, lab: Lab) -> list[Arm]:
             words = ["--nnodes", str(start.of), "--nproc-per-node", "1", "--node-rank", str(start.number)]
             words += ["--master-addr", lab.site.there(0), "--master-port", "29500"]
             words += ["/bench/nodes_train_job.py", kind, str(_MOE_MB)]
-            job = replace(start, origin=origin, command=("torchrun", *words))
+            job = replace(start, origin=origin, command=("torchrun", *words), workload=f"train-{kind}")
             return bootseer(job, Techniques(peers=start.of > 1)) if ours else today(job)
 
-        if kind == "moe":
-            # Discarded: it records the reads of torchrun.
-            run_row(lab, Arm("first", 1, partial(script, ours=True)), 10_000, {"": set()}, shaped=False)
+        # Discarded: it records the reads of this job.
+        run_row(lab, Arm("first", 2, partial(script, ours=True)), 10_000 + len(arms), {"": set()}, shaped=False)
         arms.append(Arm(f"{Names.PEERS}: {kind}", number, partial(script, ours=True), content=kind))
         arms.append(Arm(f"{Names.TODAY}: {kind}", number, partial(script, ours=False), content=kind))
     return arms
