@@ -43,7 +43,8 @@ def test_links_count_each_node_s_bytes_and_a_killed_node_leaves_nothing(tmp_path
             moved = site.traffic().since(before)
             # With all headers; each link counts only its own node.
             assert all(_BYTES < each < 1.2 * _BYTES for each in moved.received)
-            assert 2 * _BYTES < moved.origin < 2.4 * _BYTES
+            # Of each segment: an interface would count one header for many.
+            assert 2.04 * _BYTES < moved.origin < 2.4 * _BYTES
             assert [(one.ready_at, one.checksum) for one in running] == [(1.5, str(_BYTES).encode())] * 2
             pids = [running[0].process.pid, *running[0].descendants()]
             assert len(pids) >= 4
