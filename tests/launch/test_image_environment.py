@@ -90,3 +90,12 @@ def test_where_a_snapshot_is_required_nothing_is_mounted_without_it(
 
     with pytest.raises(UsageError, match="cannot-mount"):
         restored("require").mount(mount, tmp_path, layers)
+
+
+def test_where_snapshots_are_bypassed_there_is_no_lookup(tmp_path: Path) -> None:
+    wanted = EnvironmentOptions(tmp_path / "cache", tmp_path / "runtime", mode="bypass", store=str(tmp_path / "store"))
+    start = EnvironmentStart(Task("setup.sh", [], wanted, {}), ["true"])
+    key, decision = start.restore("sha256:0")
+    assert key is None
+    assert (decision.action, decision.code, decision.mode) == (Action.INSTALL, "bypass", "bypass")
+    assert not (start.task.folder.path / "lookup.log").exists()
