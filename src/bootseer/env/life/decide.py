@@ -118,11 +118,11 @@ def decide(
     refusal: tuple[str, str] | None = None,
     may_publish: bool = True,
 ) -> Decision:
-    """The first decision.
+    """The first decision of a start that looks for a snapshot: with `bypass` none does.
 
-    `found` may be `Lookup("none")` with `bypass` and with `problems`, which are the key's (`RequestKey.problems`);
-    `refusal` is code and message of the gate for the document. Without `may_publish` signatures are required and this
-    start has no key: its snapshot would be unusable, and would prevent others from publishing one.
+    `found` may be `Lookup("none")` with `problems`, which are the key's (`RequestKey.problems`); `refusal` is code and
+    message of the gate for the document. Without `may_publish` signatures are required and this start has no key: its
+    snapshot would be unusable, and would prevent others from publishing one.
     """
     decision = replace(next(_applicable(mode, found, now_s, problems, refusal)), mode=mode)
     if decision.action is Action.BUILD and not may_publish:
@@ -181,8 +181,6 @@ def _applicable(
 ) -> Iterator[Decision]:
     """The decisions that apply: the first one counts."""
     document, state = found.document, found.kind
-    if mode == "bypass":
-        yield Decision(Action.INSTALL, mode, REASONS[mode])
     if problems:
         yield Decision(Action.INSTALL, "unkeyable", "; ".join(problems))
     if state == "unreachable" and (document is None or mode == "refresh"):

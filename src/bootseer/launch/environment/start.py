@@ -157,12 +157,12 @@ class EnvironmentStart:
 
     def look_up(self, image: str = "") -> tuple[RequestKey | None, Decision]:
         """Key and decision. Errors lead to running the setup. `image` is that of `lookup.look_up`."""
-        from bootseer.env.life.decide import Action, Decision, Lookup, decide
+        from bootseer.env.life.decide import REASONS, Action, Decision
         from bootseer.launch.environment.lookup import look_up
 
         mode = self.task.options.mode
         if mode == "bypass":  # neither key nor store, whose servers may be why it is bypassed
-            return None, decide(mode, Lookup("none"), now_s=time.time())
+            return None, Decision(Action.INSTALL, mode, REASONS[mode], mode=mode)
         try:
             with interruptible():
                 self._lookup = look_up(self.task, image)
