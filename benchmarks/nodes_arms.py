@@ -77,6 +77,7 @@ class Techniques:
     record: bool = True
     """Whether hot sets of earlier starts are used; otherwise the start has a new workload name."""
     peers: bool = False
+    warm: bool = False
 
     def only(self, **chosen: bool) -> Techniques:
         return replace(self, **{"image": False, "environment": False, "checkpoint": False, **chosen})
@@ -132,6 +133,8 @@ def bootseer(start: Start, techniques: Techniques, without: str = "") -> Script:
     words += ["--image", origin.image, "--store", f"oci://{origin.image.rpartition(':')[0]}", "--entrypoint", "none"]
     words += ["--loading", "lazy" if techniques.image else "pull", "--mount", f"{origin.bench}:/bench:ro"]
     words += ["--workload", start.workload if techniques.record else start.row]
+    if techniques.warm:
+        words += ["--warm", "auto"]
     if techniques.peers:
         words += ["--peers", origin.meet]
     if origin.index:

@@ -1,6 +1,7 @@
 """A real training job on several nodes to the end of its first step, for three kinds of model.
 
 torchrun in the containers of all nodes (gloo over their links) resumes from a checkpoint and does one optimizer step.
+BootSeer runs with `--warm auto`: a process imports the rank's modules while torchrun imports its own.
 `nodes_rows.METHOD` describes the rest of the method.
 """
 
@@ -46,7 +47,7 @@ def _arms(number: int, lab: Lab) -> list[Arm]:
             words += ["--master-addr", lab.site.there(0), "--master-port", "29500"]
             words += ["/bench/nodes_train_job.py", kind, str(_MOE_MB)]
             job = replace(start, origin=origin, command=("torchrun", *words), workload=f"train-{kind}")
-            return bootseer(job, Techniques(peers=start.of > 1)) if ours else today(job)
+            return bootseer(job, Techniques(peers=start.of > 1, warm=True)) if ours else today(job)
 
         # Discarded: it records the reads of this job.
         run_row(lab, Arm("first", 2, partial(script, ours=True)), 10_000 + len(arms), {"": set()}, shaped=False)
