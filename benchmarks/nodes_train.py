@@ -19,7 +19,7 @@ from harness import Benchmark, Must, Outcome
 from nodes_arms import Start, Techniques, bootseer, today
 from nodes_claims import Found, Names
 from nodes_origin import put_checkpoints, torchrun
-from nodes_rows import Arm, Lab, measure, run_row
+from nodes_rows import METHOD, Arm, Lab, measure, run_row
 from nodes_site import Script
 
 _MOE_MB = 64
@@ -27,7 +27,8 @@ _MOE_MB = 64
 
 def _measure(quick: bool, rounds: int | None) -> Iterator[Outcome]:
     number = 2 if quick else 4
-    yield from measure(quick, number, partial(_arms, number), _claims, rounds, whole=True)
+    for outcome in measure(quick, number, partial(_arms, number), _claims, rounds, whole=True):
+        yield replace(outcome, method=f"{METHOD}. bootseer: run --warm auto")
 
 
 def _arms(number: int, lab: Lab) -> list[Arm]:
