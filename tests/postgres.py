@@ -58,12 +58,27 @@ class Postgres:
 
     def kill(self) -> None:
         """Kill all its processes with SIGKILL, as when memory runs out. The server recovers at the next `start`."""
-        main = psutil.Process(self.pid)
-        everyone = [main, *main.children(recursive=True)]
+        everyone = self._processes()
         for process in everyone:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(everyone, 60)
+
+    @contextmanager
+    def hanging(self) -> Iterator[None]:
+        """Meanwhile its processes are stopped: the kernel accepts connections and data, and nothing answers."""
+        everyone = self._processes()
+        for process in everyone:
+            process.suspend()
+        try:
+            yield
+        finally:
+            for process in everyone:
+                process.resume()
+
+    def _processes(self) -> list[psutil.Process]:
+        main = psutil.Process(self.pid)
+        return [main, *main.children(recursive=True)]
 
     @property
     def pid(self) -> int:

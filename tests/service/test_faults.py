@@ -9,9 +9,10 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import httpx
@@ -33,7 +34,7 @@ from conftest_launch import BOOTSEER
 from fleet import INSTALL, Fleet
 from postgres import running_postgres
 from registry import free_port, make_certificate
-from running_service import RunningService, running_service
+from running_service import RunningService, ask, running_service
 
 pytestmark = pytest.mark.slow
 
@@ -41,10 +42,10 @@ pytestmark = pytest.mark.slow
 class Program:
     """`bootseer serve` as a separate process, always at the same address."""
 
-    def __init__(self, env: dict[str, str], data: Path, *more: str) -> None:
+    def __init__(self, env: dict[str, str], data: Path, *more: str, program: Sequence[str] = BOOTSEER) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self._command = [*BOOTSEER, "serve", "--data", str(data), "--listen", f"127.0.0.1:{self.port}", *more]
+        self._command = [*program, "serve", "--data", str(data), "--listen", f"127.0.0.1:{self.port}", *more]
         self._env = {**env, "BOOTSEER_LOG": ""}  # only the first line of its stderr is read
         self.start()
 
@@ -241,6 +242,32 @@ def test_lines_are_taken_while_the_database_is_away_and_derived_when_it_is_back(
             assert answer.status_code == 202
         server.start()
         assert {row.attempt for row in service.rows(schema.start, 3)} == {0, 1, 2}
+
+
+@pytest.mark.postgres
+def test_pages_report_a_database_that_hangs_and_the_service_ends_without_it(env, tmp_path):
+    code = (
+        "from bootseer.cli.main import main; from bootseer.service import access, app, pages; "
+        "access._HUNG_S = pages._DEADLINE_S = 0.5; app._MUST_END_S = 3; main()"
+    )
+    with running_postgres() as server:
+        database = ("--database", server.new_database())
+        program = Program(env, tmp_path / "data", *database, program=(sys.executable, "-c", code))
+        assert ask("GET", f"{program.url}/jobs").status_code == 200
+        with server.hanging():
+            # More requests than the pages have threads.
+            found = [ask("GET", f"{program.url}/jobs?since={days}d") for days in (1, 7, 30, 90, 365)]
+            assert {answer.status_code for answer in found} == {503}
+            assert "no answer in 0.5 s" in found[0].text
+            data, sender = b"".join(Fleet(1).lines()), {"x-bootseer-sender": "n", "x-bootseer-sequence": "0"}
+            assert ask("POST", f"{program.url}/v1/lines", content=data, headers=sender).status_code == 202
+            assert ask("GET", f"{program.url}/healthz").status_code == 200
+        assert ask("GET", f"{program.url}/jobs?since=1d").status_code == 200
+        with server.hanging():
+            assert ask("GET", f"{program.url}/jobs?since=7d").status_code == 503
+            program.process.terminate()
+            assert program.process.wait(60) == 1
+            program.kill()
 
 
 def test_lines_over_tls(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ import resource
 import signal
 import socket
 import ssl
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from bootseer.errors import UsageError, os_errors_as
 from bootseer.io.locks import claim
 from bootseer.io.trusted_folder import state_folder, trusted_folder
+from bootseer.logs import logger
 from bootseer.service.access import LOGIN, READ, Gate, Network, Tokens, login
 from bootseer.service.alerts import Alerts, Webhook
 from bootseer.service.database import Database, default_url
@@ -43,10 +45,13 @@ from bootseer.service.shared_answers import Answers
 from bootseer.service.upkeep import RAW_DAYS, Upkeep
 from bootseer.store.open import is_loopback, open_store
 
+_LOG = logger(__name__)
 DEFAULT_LISTEN: Final = ("127.0.0.1", 8765)
 _MAX_CONNECTIONS = 10_000  # 8 KiB each; each node that starts has one
 _IDLE_S = 75
 _END_S = 10
+_MUST_END_S = 25.0
+"""Below the usual 30 s after which Kubernetes kills."""
 _ENDING = (signal.SIGTERM, signal.SIGINT)
 _OTHERWISE = "give --data another folder"
 
@@ -234,9 +239,22 @@ def serve(settings: Settings, ready: Callable[[str], None]) -> None:
         server = _Server(_configured(settings, service))
         scheme, port = "https" if settings.certificate else "http", listener.getsockname()[1]
         server.on_ready = lambda: ready(f"{scheme}://{_bracketed(settings.listen[0])}:{port}/")
+
+        def end(*_: object) -> None:
+            server.end()
+            last = threading.Timer(_MUST_END_S, _end_anyway)
+            last.daemon = True
+            last.start()
+
         for number in _ENDING:
-            stack.callback(signal.signal, number, signal.signal(number, lambda *_: server.end()))
+            stack.callback(signal.signal, number, signal.signal(number, end))
         server.run(sockets=[listener])
+
+
+def _end_anyway() -> None:
+    """A thread that waits for a hanging database cannot be ended. What was accepted is stored, so a kill is safe."""
+    _LOG.warning("ended while a database or store did not answer")
+    os._exit(1)
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote, unquote
 
+import anyio
 import msgspec
 import zstandard
 from markupsafe import Markup
@@ -52,6 +53,7 @@ _LINKS: Final = [("/" + name * (name != "fleet"), name.capitalize())
 # Made at the import, because msgspec crashes the process if threads do so at the same time (`artifact.document`).
 _REPORT: Final = msgspec.json.Decoder(Report)
 _ROWS: Final = 100
+_DEADLINE_S = 30.0
 _EVENTS_S: Final = 1.0
 _QUIET_S: Final = 15.0
 """Interval of events without a change, which keep the connection alive."""
@@ -252,13 +254,20 @@ class Pages:
                     raise UsageError("the address has a NUL character, which no name has")  # PostgreSQL refuses it
                 return answer(request)
             except BootseerError as error:
-                status = {NotFoundError: 404, UsageError: 400, TransientError: 503}.get(type(error), 500)
-                if request.url.path.startswith(("/api/", "/metrics")):
-                    return JSONResponse({"error": str(error)}, status, {"retry-after": "5"} if status == 503 else None)
-                return self._page("error", request, status=status, error=str(error))
+                return failed(request, error)
+
+        def failed(request: Request, error: BootseerError) -> Response:
+            status = {NotFoundError: 404, UsageError: 400, TransientError: 503}.get(type(error), 500)
+            if request.url.path.startswith(("/api/", "/metrics")):
+                return JSONResponse({"error": str(error)}, status, {"retry-after": "5"} if status == 503 else None)
+            return self._page("error", request, status=status, error=str(error))
 
         async def shared(request: Request) -> Response:
-            return await self._service.answers.of(request, guarded, of_weeks=of_weeks)
+            try:
+                with anyio.fail_after(_DEADLINE_S):  # a database that hangs does not even cancel a query
+                    return await self._service.answers.of(request, guarded, of_weeks=of_weeks)
+            except TimeoutError:
+                return failed(request, TransientError(f"{self._service.database}: no answer in {_DEADLINE_S:g} s"))
 
         return shared
 

@@ -44,7 +44,8 @@ class Answers:
         self._threads: anyio.CapacityLimiter | None = None
 
     async def of(self, request: Request, make: Callable[[Request], Response], *, of_weeks: bool = False) -> Response:
-        """The result of `make` for the request, or a shared result of an equal request."""
+        """The result of `make` for the request, or a shared result of an equal request. If it is cancelled, as by a
+        deadline, a thread whose database hangs waits on; the number of connections limits that of such threads."""
         arrived_s = time.monotonic()
         self._threads = self._threads or anyio.CapacityLimiter(_THREADS)
         key = (request.url.path, request.url.query, request.state.grant.team)
@@ -55,7 +56,9 @@ class Answers:
                 # While this request waited for the lock, another one may have computed an answer that is new enough.
                 if asked.answer is None or (asked.began_s < arrived_s and asked.until_s < time.monotonic()):
                     began_s = time.monotonic()
-                    asked.answer = await anyio.to_thread.run_sync(make, request, limiter=self._threads)
+                    asked.answer = await anyio.to_thread.run_sync(
+                        make, request, limiter=self._threads, abandon_on_cancel=True
+                    )
                     asked.began_s, now_s = began_s, time.monotonic()  # not if an exception ended it
                     # After an error the database may be back at once.
                     lasts = of_weeks and asked.answer.status_code < 500
