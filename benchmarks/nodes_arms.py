@@ -12,8 +12,6 @@ from nodes_site import BOOTSEER, PYTHON, Script
 
 _UNGUARDED = str(Path(__file__).with_name("nodes_unguarded.py"))
 _COPY = str(ROOT / "examples/plain_copy.py")
-RECORDED = "recorded"
-"""The workload of the replay."""
 REQUIREMENTS = ROOT / "examples/moe/requirements.txt"
 
 
@@ -55,7 +53,7 @@ class Start:
     """Unique name of the job and of the container."""
     command: tuple[str, ...] = ("python3", "/bench/nodes_replay.py", "/bench/plan")
     """The job; the folder of checkpoints is appended."""
-    workload: str = RECORDED
+    workload: str = "replay"
     """The name of the hot set of starts that use one."""
 
     @property

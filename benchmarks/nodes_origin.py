@@ -19,7 +19,7 @@ import node
 import package_index
 from harness import ROOT
 from image_registry import Registry
-from nodes_arms import RECORDED, REQUIREMENTS, Origin, Start, Techniques, bootseer
+from nodes_arms import REQUIREMENTS, Origin, Start, Techniques, bootseer
 from nodes_replay import __file__ as replay_file
 from nodes_site import BOOTSEER, PYTHON, Script, Site, nodes, start, wait_until_ready
 
@@ -32,6 +32,8 @@ from registry import free_port
 
 _BLOCK = 4096
 _RECORD_S = 300.0
+_PLAN = "plan"
+"""Not the workload of the replay, which reads whole blocks and so more than the job."""
 _IMPORTS = (
     "absl, einops, humanize, jsonschema, msgpack, numpy, omegaconf, psutil, regex, safetensors, tabulate, tqdm, yaml"
 )
@@ -102,8 +104,7 @@ def _plan(site: Site, folder: Path, here: Origin, work: str) -> str:
     text = ""
     program = f"import sys\n{work}\nprint('ready 0', flush=True)\nsys.stdin.readline()"
     for number in range(2):
-        name = f"record{number}"
-        one = Start(here, folder / "node0", 0, 1, name)
+        one = Start(here, folder / "node0", 0, 1, f"record{number}", workload=_PLAN)
         script = bootseer(one, Techniques())
         # The job's own reads, and then all layers, to know which file a block belongs to.
         lazily = [*script.steps[-1][: script.steps[-1].index("--")], "--", "python3", "-c", program]
@@ -125,7 +126,7 @@ def _reads(cache: Path) -> Iterator[str]:
             continue
         with contextlib.suppress(BootseerError):
             newest = parse_hot_set(path.read_bytes()).records[-1]
-            kind = "image" if path.name == RECORDED else "environment"
+            kind = "image" if path.name == _PLAN else "environment"
             kinds |= {file: kind for file, _ in newest.needs}
             needs += [(newest.started_s + t_ms / 1000, block) for block, t_ms in newest.needs.items()]
     files = dict(_files(Cache(cache / "blocks"), {file for _, (file, _) in needs}))
