@@ -149,7 +149,7 @@ def run_row(lab: Lab, arm: Arm, count: int, checksums: dict[str, set[bytes]], *,
         began = nodes_site.start(running)
         if arm.fault.act is not None:
             while site.traffic().since(before).origin < arm.fault.after_bytes:
-                time.sleep(0.02)
+                time.sleep(0.1)
             arm.fault.act(running)
         awaited = [one for one in running if one.number not in arm.fault.lost]
         nodes_site.wait_until_ready(awaited, _DEADLINE_S)
