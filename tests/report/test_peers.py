@@ -42,7 +42,7 @@ def test_the_report_shows_the_sources_of_bytes_and_slow_peers() -> None:
         "sent over eth0 80.0 MiB, ib0 40.0 MiB",
         "late: n2 (to 2 nodes), n1 (to 1 node)",
         "excluded after sending wrong blocks: n3 (to 1 node)",
-        "1 node did not answer n1: see peers.md (ports, secrets)",
+        "1 node did not answer n1 (ports, secrets: docs/peers.md)",
     ]
 
 

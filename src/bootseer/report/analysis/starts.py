@@ -444,7 +444,7 @@ def peers_summary(peers: Sequence[PeersStart]) -> list[str]:
             lines.append(f"{what}: {named}")
     alone = max(peers, key=lambda one: one.unreachable)
     if alone.unreachable:
-        lines.append(f"{plural(alone.unreachable, 'node')} did not answer {alone.node}: see peers.md (ports, secrets)")
+        lines.append(f"{plural(alone.unreachable, 'node')} did not answer {alone.node} (ports, secrets: docs/peers.md)")
     return lines
 
 

@@ -305,11 +305,11 @@ _NOTES = {
     "environments": "A restored environment is a mounted snapshot of an earlier setup's result.",
     "checkpoints": "Reads from the kernel's page cache are not counted.",
     "peers": "Each run of blocks has an owner among the nodes, the only one that fetches it from the origin.",
-    "restarts": "Image, environment and mounts are kept; see restarts.md.",
-    "warm": "A warm parent has already imported the modules of earlier starts; see process.md.",
+    "restarts": "Image, environment and mounts are kept; see docs/restarts.md.",
+    "warm": "A warm parent has already imported the modules of earlier starts; see docs/process.md.",
     "unused-imports": "Time of each module's own code. Functions in C or traced by torch.compile are not detected.",
-    "stacks": "Taken by the service while the processes were late, innermost frame first; see service.md.",
-    "connections": "Ranks connect to a store, then form groups; see peers.md, Names of the nodes.",
+    "stacks": "Taken by the service while the processes were late, innermost frame first; see docs/service.md.",
+    "connections": "Ranks connect to a store, then form groups; see docs/peers.md, Names of the nodes.",
 }
 
 
