@@ -33,7 +33,7 @@ def ckpt(tmp_path: Path, run: Run) -> Iterator[Ckpt]:
     call("umount", "--force", tmp_path / "m")
 
 
-def test_a_mount_is_made_listed_and_taken_away(tmp_path: Path, ckpt: Ckpt) -> None:
+def test_a_mount_is_made_listed_and_taken_away(tmp_path: Path, ckpt: Ckpt, run: Run) -> None:
     target = tmp_path / "m"
     made = ckpt("mount", tmp_path / "place", target)
     assert made.returncode == 0, made.stderr
@@ -47,6 +47,8 @@ def test_a_mount_is_made_listed_and_taken_away(tmp_path: Path, ckpt: Ckpt) -> No
     assert (row["target"], row["uri"], row["access"]) == (str(target), str(tmp_path / "place"), "rw")
     assert row["daemon"]["pid"] == row["daemon_pid"]
     assert f"at {target}, BootSeer" in Path(row["log"]).read_text()
+    refused = run("image", "umount", str(target), more={"BOOTSEER_RUNTIME": str(tmp_path / "run")})
+    assert (refused.returncode, f"hint: bootseer ckpt umount {target}" in refused.stderr) == (2, True)
     gone = ckpt("umount", target)
     assert (gone.returncode, gone.stdout) == (0, ""), gone.stderr
     assert ckpt("mounted").stdout == "nothing is mounted\n"

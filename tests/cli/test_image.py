@@ -103,6 +103,7 @@ def test_convert_inspect_mount_list_and_umount(bootseer: Run, node: Node) -> Non
     assert (row["target"], row["state"], row["digest"]) == (str(target), "mounted", node.digest)
     assert 0 < row["here"] < 1
     assert "already" in bootseer("image", *words[1:], code=2).stderr or kernel.is_mount(target)
+    assert f"bootseer image umount {target}" in bootseer("ckpt", "umount", str(target), code=2).stderr
     bootseer("image", "umount", str(target))
     assert not kernel.is_mount(target)
     assert bootseer("image", "list").stdout == "nothing is mounted\n"

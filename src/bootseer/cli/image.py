@@ -138,6 +138,11 @@ def umount_command(folder: Path, force: bool) -> None:
     from bootseer.image.mounting.mounted import find_mount, unmount_recorded
 
     runtime = _runtime()
+    if runtime.find(folder) is None:
+        from bootseer.checkpoint.mount.mounted import runtime_of
+
+        if runtime_of(runtime.root).find(folder) is not None:
+            raise UsageError(f"{folder}: checkpoints are mounted there", hint=f"bootseer ckpt umount {folder}")
     unmount_recorded(runtime, find_mount(runtime, folder), cache_root(), force=force)
 
 

@@ -238,7 +238,9 @@ def find_checkpoint(runtime: Runtime, target: Path) -> MountedCheckpoint:
     state = runtime.find(target)
     if state is None:
         hint = "bootseer ckpt mounted shows what is"
-        if kernel.is_mount(target):
+        if Runtime(runtime.root.parent).find(target) is not None:
+            hint = f"an image is: bootseer image umount {target}"
+        elif kernel.is_mount(target):
             hint = (
                 f"if they are, {runtime.root} is not the runtime folder of their mount, or was emptied: umount {target}"
             )
