@@ -22,6 +22,7 @@ import pytest
 
 import hadoop
 import warm
+from bootseer.artifact.objects import put_once
 from bootseer.checkpoint.attempts import collect, lease_bytes
 from bootseer.checkpoint.catalog import checkpoints, remove
 from bootseer.checkpoint.download import get_checkpoint
@@ -38,6 +39,7 @@ from bootseer.errors import AccessError, BootseerError, NoSpaceError, NotFoundEr
 from bootseer.hdfs.client import HdfsClient
 from bootseer.places import open_place
 from bootseer.places.place import Place, make_folder_like_parent
+from bootseer.store.file import PlaceStore
 from hdfs_cluster import HdfsCluster, needs_hdfs
 from waiting import until
 
@@ -70,7 +72,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HdfsCluster]:
     }
     with HdfsCluster(tmp_path_factory.mktemp("shared"), settings=settings) as running:
         with closing(HdfsClient(running.uri.removeprefix("hdfs://"))) as client:
-            for folder in ("/sticky", "/quota", "/names", "/snapped", "/mounted"):
+            for folder in ("/sticky", "/quota", "/names", "/snapped", "/mounted", "/store"):
                 client.make_folder(folder, mode=0o1777)
             client.make_folder("/team", mode=0o777)
             client.make_folder("/private")
@@ -171,6 +173,19 @@ def test_another_users_incomplete_attempt_does_not_fail_a_put(opened: Opened, so
     alice.set_mtime(".attempts/dead.lease", 1_700_000_000_000_000_000)
     put_checkpoint(bob, source, "step-2", settings=_PUT)
     _assert_whole(bob, "step-2", tmp_path / "out")
+
+
+def test_the_rest_of_another_users_upload_does_not_fail_those_of_others(opened: Opened) -> None:
+    alice, bob = opened("alice", "/store"), opened("bob", "/store")
+    rest = f".uploads/{'0' * 32}"
+    alice.make_folder(".uploads", mode=0o1777)
+    alice.write_bytes(rest, b"rest")
+    alice.set_mtime(rest, 1_700_000_000_000_000_000)
+    put_once(PlaceStore(bob), "by-bob", b"b")
+    assert [entry.path for entry in alice.list(".uploads")] == [rest]
+    put_once(PlaceStore(alice), "by-alice", b"a")
+    assert list(alice.list(".uploads")) == []
+    assert [alice.read_bytes(name, 1) for name in ("by-alice", "by-bob")] == [b"a", b"b"]
 
 
 def test_a_user_without_write_access_gets_an_access_error(opened: Opened, source: Path) -> None:

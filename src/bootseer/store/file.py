@@ -165,7 +165,8 @@ class PlaceStore:
         for entry in found:
             if entry.mtime_ns < oldest_ns:
                 _LOG.info("%s: removing the abandoned upload %s", self.uri, entry.path)
-                with contextlib.suppress(NotFoundError):  # another process removed it
+                # Another process removed it, or another user's may not be removed by this one.
+                with contextlib.suppress(NotFoundError, AccessError):
                     self.place.delete(entry.path)
 
     def _listed(self, folder: str) -> Iterator[Entry]:
