@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import hdfs_plain
-from bootseer.errors import CorruptError, NotFoundError, PermanentError, TransientError, UsageError
+from bootseer.errors import CorruptError, NoSpaceError, NotFoundError, PermanentError, TransientError, UsageError
 from bootseer.hdfs.client import HdfsClient
 from bootseer.places import open_place
 from bootseer.store.file import PlaceStore
@@ -150,6 +150,20 @@ def test_damaged_bytes_are_never_handed_out(cluster: HdfsCluster, uri: str) -> N
             replica.write_bytes(data)
         with pytest.raises(CorruptError):
             get(store, name)
+
+
+def test_small_objects_fit_into_a_quota_that_is_nearly_reached(cluster: HdfsCluster, uri: str) -> None:
+    """While a block is written, HDFS counts all of it, usually 128 MiB."""
+    outside = Outside(uri)
+    with closing(PlaceStore(open_place(uri))) as store:
+        put(store, DATA, "a/before")
+        cluster.ask("setQuota", outside.root, (1 << 63) - 1, 4 << 20)
+        with pytest.raises(NoSpaceError, match="quota"):
+            put(store, DATA * 2)
+        assert store.create("a/lease", b"x")
+        put(store, b"y", "a/tombstone")
+        assert [get(store, f"a/{name}") for name in ("before", "lease", "tombstone")] == [DATA, b"x", b"y"]
+    assert outside.unfinished() == []
 
 
 def test_an_object_cannot_be_the_folder_of_another(cluster: HdfsCluster, uri: str) -> None:

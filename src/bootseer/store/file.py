@@ -38,7 +38,7 @@ from bootseer.errors import (
 from bootseer.io.deadline import within
 from bootseer.logs import logger
 from bootseer.places.folder import FolderFile, FolderPlace
-from bootseer.places.place import Entry, Place, folder_of, name_of, read_blocking
+from bootseer.places.place import Entry, PartWriter, Place, folder_of, name_of, read_blocking
 from bootseer.store.store import (
     PIECE_BYTES,
     Stored,
@@ -59,6 +59,8 @@ _ABANDONED_S = 24 * 3600
 _READ_BYTES = 4 * 1024 * 1024
 """Requested at once from HDFS: enough that several DataNodes send."""
 _ANY_LENGTH = 1 << 62
+_SMALL_BYTES = 1 << 20
+"""Objects of up to this size are sent in one piece, at their commit."""
 _IN_THE_WAY = (AlreadyExistsError, IsFolderError, NotFolderError, NotEmptyError)
 _FILE_MODE, _FOLDER_MODE = 0o640, 0o2750
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
@@ -235,22 +237,39 @@ class PlaceUpload:
         self._hash = hashlib.sha256()
         self._size_bytes = 0
         self._is_open = True
-        self._path = store.new_path()
-        mode = _FILE_MODE if self._place.is_local else 0o644
-        (self._writer,) = self._place.begin_parts([self._path], part_bytes=_ANY_LENGTH, mode=mode)
-        try:
-            store.share(self._path, _FILE_MODE)
-        except BaseException:
-            self._writer.abort()
-            raise
+        self._path = ""
+        self._head = bytearray()
+        """What was written before the file is begun."""
+        self._writer: PartWriter | None = None
+        if self._place.is_local:
+            self._begin(_ANY_LENGTH)
 
     def write(self, data: bytes | memoryview) -> None:
         if not self._is_open:
             raise upload_ended(self._store.uri)
         self._hash.update(data)
         self._size_bytes += memoryview(data).nbytes
+        if self._writer is None and self._size_bytes <= _SMALL_BYTES:
+            self._head += data
+            return
         with self._aborting():
-            self._writer.write(data)
+            (self._writer or self._begin(_ANY_LENGTH)).write(data)
+
+    def _begin(self, size_bytes: int) -> PartWriter:
+        """Begin the file, with what was written so far.
+
+        While a block is written, HDFS's quotas count all of it: a small object gets a small block instead of 128 MiB,
+        so that objects can be removed from a store that is nearly full.
+        """
+        self._path = self._store.new_path()
+        mode = _FILE_MODE if self._place.is_local else 0o644
+        (writer,) = self._place.begin_parts([self._path], part_bytes=size_bytes, mode=mode)
+        self._writer = writer
+        with self._aborting():
+            self._store.share(self._path, _FILE_MODE)
+            if self._head:
+                writer.write(self._head)
+        return writer
 
     def commit(self, name: str | None = None, *, refs: Sequence[Stored] = (), subject: str | None = None) -> Stored:
         if not self._is_open:
@@ -273,12 +292,13 @@ class PlaceUpload:
     def abort(self) -> None:
         if self._is_open:
             self._is_open = False
-            self._writer.abort()
+            if self._writer is not None:
+                self._writer.abort()
 
     def _publish(self, name: str, *, replace: bool) -> None:
         path = content_path(name)
         with self._aborting():
-            self._writer.close()
+            (self._writer or self._begin(max(self._size_bytes, 1))).close()
             try:
                 self._show(name, path, replace=replace)
             except BaseException:
