@@ -54,6 +54,20 @@ def test_the_block_size_of_a_small_file_is_kept_exactly(client: HdfsClient, fold
     assert client.stat(f"{folder}/a").block_size == 8_389_120
 
 
+def test_a_file_that_is_removed_while_it_is_written_is_an_error_that_says_so(client: HdfsClient, folder: str) -> None:
+    ordinary = client.create(f"{folder}/job/ordinary")
+    part, unused = client.create_placed([f"{folder}/job/{name}" for name in ("part", "unused")], block_size=1 << 20)
+    ordinary.write(b"x")
+    part.write(b"x")
+    client.delete(f"{folder}/job", recursive=True)
+    for write in (ordinary.close, part.close, lambda: unused.write(b"x")):
+        with pytest.raises(NotFoundError, match=r"/job/.* does not exist: it was removed while it was written"):
+            write()
+    for writer in (ordinary, part, unused):
+        writer.abort()
+    assert list(client.list(folder)) == []
+
+
 def test_folders_are_made_listed_and_removed(client: HdfsClient, folder: str) -> None:
     with pytest.raises(NotFoundError):
         client.make_folder(f"{folder}/a/b")

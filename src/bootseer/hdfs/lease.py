@@ -22,6 +22,7 @@ from bootseer.errors import (
     BootseerError,
     NoSpaceError,
     NoSpaceNowError,
+    NotFoundError,
     PermanentError,
     TransientError,
 )
@@ -262,6 +263,8 @@ class Lease:
         try:
             return self._namenode.ask(method, request, self.path, timeout_s)
         except BootseerError as error:
+            if isinstance(error, NotFoundError) and method != "create":
+                raise NotFoundError(f"{error}: it was removed while it was written, or its folder was") from error
             # Errors that only concern writers.
             kind = _kind(error.__cause__)
             if kind is None:
