@@ -63,8 +63,8 @@ def test_its_error_keeps_its_type(tmp_path: Path) -> None:
 
 def test_a_helper_that_ends_without_a_message_is_an_error(tmp_path: Path) -> None:
     helper = start_background(lambda send: None, name="test-helper", log=tmp_path / "log")
-    with pytest.raises(TransientError, match="without an answer"):
-        helper.next_message(DEADLINE_S)
+    with pytest.raises(TransientError, match=r"^the peer service ended without an answer$"):
+        helper.next_message(DEADLINE_S, "the peer service")
 
 
 def test_stopping_it_lets_it_undo_what_it_began(tmp_path: Path) -> None:

@@ -51,16 +51,16 @@ class Background:
             pass
         return not self._is_open
 
-    def next_message(self, timeout_s: float) -> dict[str, Any]:
+    def next_message(self, timeout_s: float, who: str = "a helper process") -> dict[str, Any]:
         """Its next message; lines for the user (`say`) before it are printed. Raises the error that the process has
-        sent, and `TransientError` on a timeout and when it has ended."""
+        sent, and `TransientError` on a timeout and when it has ended, which names it as `who`."""
         until = time.monotonic() + timeout_s
         while True:
             while len(self._messages) == self._next:
                 if not self._is_open:
-                    raise TransientError("a helper process ended without an answer")
+                    raise TransientError(f"{who} ended without an answer")
                 if not self._receive(max(until - time.monotonic(), 0.0)):
-                    raise TransientError("a helper process did not answer in time")
+                    raise TransientError(f"{who} did not answer in time")
             message = self._messages[self._next]
             self._next += 1
             if "error" in message:

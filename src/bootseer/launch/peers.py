@@ -204,7 +204,8 @@ class PeersStart:
                 raise
 
         self._service = start_background(work, name="bootseer-peers", log=folder / "log")
-        while "state" in self._service.next_message(_READY_S):
+        who = f"the peer service, which meets the other nodes through {self._options.source:.200},"
+        while "state" in self._service.next_message(_READY_S, who):
             pass  # it ended before it was ready: its error follows
 
     def _serve(self, folder: Path, send: Send) -> None:
