@@ -143,17 +143,23 @@ def test_a_slow_answer_for_one_block_does_not_hold_up_others(fetching, data, ind
     assert slow == [data[:10]]
 
 
-def test_an_adapter_that_lets_a_foreign_error_through_fails_no_other_request(fetching, data, monkeypatch):
+class Panic(BaseException):
+    """As those of Rust code, which are no Exceptions."""
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, Panic])
+def test_an_adapter_that_lets_a_foreign_error_through_fails_no_other_request(fetching, data, monkeypatch, kind):
     reported = []
-    monkeypatch.setattr(threading, "excepthook", lambda args: reported.append(args.exc_value))
+    monkeypatch.setattr(threading, "excepthook", lambda args: reported.append(args.exc_type))
 
     def plan(request):
         if request.number == 0:
-            raise RuntimeError("not mapped")
+            raise kind("not mapped")
 
-    fetcher, _, _ = fetching(plan, QUICK)
+    fetcher, _, _ = fetching(plan, replace(QUICK, max_hedges=0))  # a hedge would read the block as well
     assert fetcher.read_blocking(0, 0, 10) == data[:10]
-    assert len(reported) == 1
+    assert reported == [kind]
+    until(lambda: not fetcher._scheduler.running)
 
 
 @pytest.fixture

@@ -355,8 +355,9 @@ class Reads:
                         break
         except BootseerError as problem:
             error = problem
-        except Exception as problem:
-            # A foreign exception of an adapter: readers must not wait until their deadline for it.
+        except BaseException as problem:  # panics of Rust code are not Exceptions
+            # A foreign exception of an adapter: readers must not wait until their deadline for it, nor the request
+            # count as running for ever.
             error = TransientError(f"{uri}: {type(problem).__name__}: {problem}")
             report_exception()
         if error is not None:

@@ -195,6 +195,23 @@ def test_a_step_that_always_fails_is_given_up_and_the_old_file_is_kept(desk: Des
         assert desk.leftovers() == []
 
 
+@pytest.mark.parametrize("step", ["begin", "write", "close"])
+def test_a_panic_of_a_library_is_an_error_of_the_file(desk: Desk, step: str) -> None:
+    """Panics of Rust code are no Exceptions."""
+
+    class Panic(BaseException):
+        pass
+
+    def fail(found: str, path: str) -> None:
+        if found == step:
+            raise Panic("rust")
+
+    desk.place.before = fail
+    with pytest.raises(PermanentError, match="Panic: rust"):
+        desk.writing.write_file("job/file", *in_memory(b"new" * MIB), policy=SMALL)
+    assert desk.leftovers() == []
+
+
 def test_an_old_file_that_cannot_be_read_is_replaced(desk: Desk) -> None:
     desk.writing.write_file("job/file", *in_memory(b"old" * MIB), policy=SMALL)
     reads: list[str] = []

@@ -104,7 +104,7 @@ class PartTask:
                 # Completing the file blocks on the place; meanwhile the lane's next part uses the link.
                 segment.lane.run_blocking(self._finish)
                 return False
-        except Exception as error:
+        except BaseException as error:  # panics of Rust code are not Exceptions
             return self._failed(error)
         return segment.has_more(self)
 
@@ -158,13 +158,13 @@ class PartTask:
                 name = writer.path.rpartition("/")[2]
                 self.result = Part(name, size_bytes, self._sha256.hexdigest(), self.nodes[:64])
                 self._writer = None
-        except Exception as error:
+        except BaseException as error:
             if self._failed(error):
                 segment.lane.schedule(self)
             return
         segment.part_ended()
 
-    def _failed(self, error: Exception) -> bool:
+    def _failed(self, error: BaseException) -> bool:
         """Returns whether to start over."""
         segment = self._segment
         writer, self._writer = self._writer, None
@@ -289,7 +289,7 @@ class SegmentWriter:
         self._over.set()
         self._wake()
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         if not isinstance(error, BootseerError):
             # Not reported elsewhere, and the thread that waits for the segment would wait forever.
             error = PermanentError(f"{self.publication.folder}: {type(error).__name__}: {error}")
@@ -370,7 +370,7 @@ class SegmentWriter:
 
         try:
             writers = self.publication.settings.retry(begin, self.pause)
-        except Exception as error:
+        except BaseException as error:
             self.fail(error)
             return
         parts = [PartTask(self, number) for number in numbers]
