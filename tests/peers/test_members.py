@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from obstore.store import MemoryStore
 
 from bootseer.errors import AccessError, BootseerError, CorruptError, TransientError, UsageError
 from bootseer.peers.choice import Peer
-from bootseer.peers.client import Client
+from bootseer.peers.client import Client, UnreachableError
 from bootseer.peers.interfaces import Interface, chosen, listen_at_own
 from bootseer.peers.members import Listed, Membership, open_source, parse_list, slurm_hosts
 from bootseer.peers.rendezvous import Rendezvous, parse_record
@@ -304,6 +305,22 @@ def test_a_node_looks_up_its_own_name_first_and_no_thousand_others(monkeypatch: 
         sock.close()
     assert source.own is not None
     assert (source.own.name, looked_up) == ("gpu1440:0", ["gpu1440"])
+
+
+def test_a_probe_does_not_wait_for_a_resolver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = threading.Event()
+
+    def look_up(*_: object, **__: object) -> list[object]:
+        answers.wait(20)
+        return []
+
+    monkeypatch.setattr("bootseer.peers.client._CONNECT_S", 0.1)
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    try:
+        with pytest.raises(UnreachableError, match=r"gpu1: no complete answer within 0\.1 s"):
+            probe("gpu1:17507")
+    finally:
+        answers.set()
 
 
 def test_a_list_needs_a_secret_that_others_cannot_read(tmp_path: Path) -> None:

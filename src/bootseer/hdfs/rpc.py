@@ -29,6 +29,7 @@ from bootseer.hdfs.sasl import (
     check_ciphers,
     wanted_protections,
 )
+from bootseer.io import deadline
 from bootseer.io.deadline import within
 
 _MAX_ANSWER_BYTES: Final = 128 << 20
@@ -66,23 +67,12 @@ class RemoteError(Exception):
 
 def connect(host: str, port: int, timeout_s: float) -> socket.socket:
     """Connect to a server. Raises `UnreachableError` if there is none, `TransientError` if it hangs."""
-    peer, until_s = f"{host}:{port}", time.monotonic() + timeout_s
-    failed: OSError = OSError(errno.EADDRNOTAVAIL, "the name has no address")
     try:
-        # Name resolution has no timeout of its own.
-        found = within(timeout_s, peer, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+        return deadline.connect(host, port, timeout_s)
     except OSError as error:
-        failed, found = error, []
-    for number, (*_, address) in enumerate(found):
-        # Each gets its share: the first may be of a network that only drops packets, as IPv6 often is.
-        share_s = (until_s - time.monotonic()) / (len(found) - number)
-        try:
-            return socket.create_connection((str(address[0]), port), timeout=max(share_s, 0.001))
-        except OSError as error:
-            failed = error
-    is_none = isinstance(failed, socket.gaierror) or failed.errno in _NO_SERVER
-    kind = UnreachableError if is_none else TransientError
-    raise kind(f"{peer} cannot be reached: {failed.strerror or failed}") from failed
+        is_none = isinstance(error, socket.gaierror) or error.errno in _NO_SERVER
+        kind = UnreachableError if is_none else TransientError
+        raise kind(f"{host}:{port} cannot be reached: {error.strerror or error}") from error
 
 
 class Login:

@@ -10,7 +10,9 @@ calls fail at once, which is what they would do later.
 from __future__ import annotations
 
 import contextlib
+import errno
 import queue
+import socket
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable
@@ -31,6 +33,22 @@ def within(timeout_s: float, label: str, call: Callable[[], T]) -> T:
     """What `call` returns, or a `TransientError` when it has not returned in time. Its own errors are passed on."""
     with contextlib.closing(stream_within(timeout_s, label, lambda: [call()])) as results:
         return next(results)
+
+
+def connect(host: str, port: int, timeout_s: float) -> socket.socket:
+    """Connect over TCP. Raises `OSError`, or `TransientError` if the name is not resolved in time, which has no timeout
+    of its own."""
+    until_s = time.monotonic() + timeout_s
+    found = within(timeout_s, host, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+    failed = OSError(errno.EADDRNOTAVAIL, "the name has no address")
+    for number, (*_, address) in enumerate(found):
+        # Each gets its share: the first may be of a network that only drops packets, as IPv6 often is.
+        share_s = (until_s - time.monotonic()) / (len(found) - number)
+        try:
+            return socket.create_connection((str(address[0]), port), timeout=max(share_s, 0.001))
+        except OSError as error:
+            failed = error
+    raise failed
 
 
 def stream_within(

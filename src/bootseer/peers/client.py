@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Iterable
 from typing import Final
 
 from bootseer.errors import AccessError, BootseerError, CorruptError, NotFoundError, TransientError
+from bootseer.io.deadline import connect
 from bootseer.peers.connection import Connection, tls_contexts
 from bootseer.peers.health import Health
 from bootseer.peers.protocol import HELLO, Head, Question, Request, Signer, parse_readers
@@ -227,8 +228,8 @@ class Client:
     def _connect(self, address: str, timeout_s: float) -> tuple[Connection, Signer, str]:
         host, _, port = address.rpartition(":")
         try:
-            sock = socket.create_connection((host.strip("[]"), int(port)), timeout_s)
-        except (OSError, ValueError) as error:
+            sock = connect(host.strip("[]"), int(port), timeout_s)
+        except (OSError, TransientError, ValueError) as error:
             raise UnreachableError(f"{address}: {error}") from error
         if self._tls is not None:
             try:
