@@ -117,7 +117,7 @@ def test_an_idle_connection_that_was_reset_is_replaced(job: Job) -> None:
     client = job.nodes[0].group.client
     address = job.peers[1].addresses[0]
     assert client.probe(address) == job.peers[1].name
-    (connection,) = client._idle
+    ((_, _, connection),) = client._idle._idle
     with socket.create_server(("127.0.0.1", 0)) as server:
         reset = socket.create_connection(server.getsockname())
         other = server.accept()[0]
@@ -134,7 +134,7 @@ def test_a_report_that_was_given_up_is_not_sent_any_more() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         near = socket.create_connection(server.getsockname())
         far = server.accept()[0]
-    client._idle[Connection(near, "n1:1", 5.0)] = Signer(b"key")
+    client._idle.give("n1:1", Connection(near, "n1:1", 5.0))
     with pytest.raises(TransientError):
         client.report("n1:1", StartReport("n0", "begin"), 0.1)
     with far:

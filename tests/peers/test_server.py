@@ -132,7 +132,7 @@ def test_with_tls_a_node_speaks_to_those_with_the_jobs_certificate_alone(file: F
             asked = Request(FILE, start, len(into), Level.GLOBAL, "m")
             client.read(address, asked, memoryview(into), on_progress=lambda _: 30.0)
             assert into == DATA[start : start + len(into)]
-        (connection,) = client._idle
+        ((_, _, connection),) = client._idle._idle
         assert connection.sock.version() == "TLSv1.3"  # type: ignore[attr-defined]
         assert len(server._connections) == 1
         with pytest.raises(UnreachableError, match="certificate"):
@@ -407,6 +407,29 @@ def test_an_idle_connection_makes_room_for_another(server: tuple[Server, str]) -
     )
     for client in clients:
         client.close()
+
+
+def test_a_connection_that_is_closed_just_when_it_is_used_again_is_replaced(server: tuple[Server, str]) -> None:
+    client, calls, into = Client(SECRET), threading.Semaphore(0), bytearray(4096)
+
+    def on_progress(num_bytes: int) -> float:
+        calls.release()
+        return 30.0
+
+    def read() -> None:
+        client.read(server[1], Request(FILE, 0, len(into), Level.GLOBAL, ""), memoryview(into), on_progress=on_progress)
+
+    with contextlib.closing(client):
+        client.probe(server[1])
+        until(lambda: server[0]._idle)
+        reading = threading.Thread(target=read)
+        with server[0]._lock:
+            reading.start()
+            for _ in range(2):  # at the second call the client has found the connection open
+                assert calls.acquire(timeout=60)
+            server[0]._end(next(iter(server[0]._idle)))
+        reading.join()
+    assert into == DATA[: len(into)]
 
 
 def test_connections_share_the_limit_and_have_low_priority(server: tuple[Server, str]) -> None:

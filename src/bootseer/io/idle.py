@@ -21,10 +21,12 @@ C = TypeVar("C", bound=_Closable)
 
 
 class IdleConnections(Generic[C]):
-    """At most `_MAX_IDLE` connections, none for longer than `keep_s`. Safe for many threads, and after `fork`."""
+    """At most `_MAX_IDLE` connections, `max_each` to one server, none for longer than `keep_s`. Safe for many threads,
+    and after `fork`."""
 
-    def __init__(self, keep_s: float) -> None:
+    def __init__(self, keep_s: float, max_each: int = _MAX_IDLE) -> None:
         self._keep_s = keep_s
+        self._max_each = max_each
         self._idle: deque[tuple[float, Hashable, C]] = deque()
         """When each was given, its server, and itself."""
         in_each_process(self._begin)
@@ -46,9 +48,9 @@ class IdleConnections(Generic[C]):
     def give(self, server: Hashable, connection: C) -> None:
         with self._lock:
             self._idle.append((time.monotonic(), server, connection))
-            extra = self._idle.popleft()[2] if len(self._idle) > _MAX_IDLE else None
-        if extra is not None:
-            extra.close()
+            same = [entry for entry in self._idle if entry[1] == server]
+            surplus = same[: -self._max_each] or list(self._idle)[:-_MAX_IDLE]
+        self._close(surplus)
 
     def drop(self, server: Hashable) -> None:
         """Close the connections to one server."""

@@ -13,16 +13,17 @@ from typing import Final
 
 from bootseer.errors import AccessError, BootseerError, CorruptError, NotFoundError, TransientError
 from bootseer.io.deadline import connect
+from bootseer.io.idle import IdleConnections
 from bootseer.peers.connection import Connection, tls_contexts
 from bootseer.peers.health import Health
 from bootseer.peers.protocol import HELLO, Head, Question, Request, Signer, parse_readers
 from bootseer.peers.readiness import Readiness, StartReport
 
 _CONNECT_S: Final = 2.0
+_KEEP_IDLE_S: Final = 25.0
+"""Servers close idle connections after 30 s."""
 _MAX_IDLE: Final = 2
 """Idle connections to one peer."""
-_MAX_IDLE_IN_ALL: Final = 64
-"""Idle connections of one client: ranks of a job of 1,440 nodes ask all of them, and may have 1,024 descriptors."""
 _MAX_READERS: Final = 1 << 14
 _MAX_INTERIM: Final = 10_000
 """Limit of interim responses, of which there are ten per second."""
@@ -103,9 +104,7 @@ class Client:
         self._secret = secret
         self._tls = tls_contexts(secret)[1] if tls else None
         self._pace = pace
-        self._lock = threading.Lock()
-        self._idle: dict[Connection, Signer] = {}
-        """The longest idle first."""
+        self._idle = IdleConnections[Connection](_KEEP_IDLE_S, _MAX_IDLE)
 
     def read(self, address: str, request: Request, into: memoryview, *, on_progress: Callable[[int], float]) -> None:
         """Fill `into` with the range, like `stream`."""
@@ -124,11 +123,10 @@ class Client:
         connection, `FillFailedError` when the peer could not get the range, `NotFoundError` for a file that it does not
         serve, `AccessError` when it rejects the secret.
         """
-        connection, signer = self._connection(address, min(on_progress(0), _CONNECT_S))
+        connect_s = min(on_progress(0), _CONNECT_S)
+        connection, head = self._begin(address, request, connect_s, lambda: on_progress(0))
         try:
-            connection.sock.settimeout(on_progress(0))
-            connection.send(signer.encode(request, address))
-            self._read_head(connection, request.length, on_progress)
+            self._wait_for_body(connection, head, request.length, on_progress)
             for part in parts:
                 remaining = part
                 while remaining:
@@ -138,18 +136,17 @@ class Client:
                     connection.sock.settimeout(on_progress(count))
                 yield part
         except BaseException:
-            # A partial response is not drained: that would take as long as receiving it.
-            connection.sock.close()
+            _drop(connection)  # a partial response is not drained: that would take as long as receiving it
             raise
-        self._keep(connection, signer)
+        self._idle.give(address, connection)
 
     def probe(self, address: str) -> str:
         """The name of the node at an address, after it has proved knowledge of the secret.
 
         Raises `TransientError` when nothing answers, `AccessError` when it does not have the secret.
         """
-        connection, signer, name = self._connect(address, _CONNECT_S)
-        self._keep(connection, signer)
+        connection, name = self._connect(address, _CONNECT_S)
+        self._idle.give(address, connection)
         return name
 
     def ask(self, address: str, question: Question, timeout_s: float) -> dict[str, int]:
@@ -161,11 +158,9 @@ class Client:
         return Readiness.of(self._answer(address, report, timeout_s))
 
     def _answer(self, address: str, question: Question | StartReport, timeout_s: float) -> bytes:
-        connection, signer = self._connection(address, min(timeout_s, _CONNECT_S))
+        connection, received = self._begin(address, question, min(timeout_s, _CONNECT_S), lambda: timeout_s)
         try:
-            connection.sock.settimeout(timeout_s)
-            connection.send(signer.encode(question, address))
-            head = _checked(connection.read_head(), connection.peer)
+            head = _checked(received, connection.peer)
             length = head.fields.get("content-length", "")
             if head.first[0] != "200" or not (length.isascii() and length.isdecimal() and int(length) <= _MAX_READERS):
                 raise CorruptError(f"{connection.peer} answers {head.first[0]} {head.first[1]}")
@@ -175,57 +170,43 @@ class Client:
                 connection.check(until_s)
                 remaining = remaining[connection.read_some(remaining) :]
         except BaseException:
-            # What a lost link has held up is dropped: a stage must not arrive after the node's later ones.
-            connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            connection.sock.close()
+            _drop(connection)
             raise
-        self._keep(connection, signer)
+        self._idle.give(address, connection)
         return bytes(body)
 
     def close(self) -> None:
-        with self._lock:
-            connections = list(self._idle)
-            self._idle.clear()
-        for connection in connections:
-            connection.sock.close()
+        self._idle.close()
 
-    def _read_head(self, connection: Connection, length: int, on_progress: Callable[[int], float]) -> None:
+    def _begin(
+        self, address: str, request: Request | Question | StartReport, connect_s: float, timeout_s: Callable[[], float]
+    ) -> tuple[Connection, Head | None]:
+        """Send a request; returns its connection and the first head of the response, None if the server closed it."""
+        while (connection := self._idle.take(address)) is not None:
+            if not _is_closed(connection.sock):
+                head = _exchange(connection, request, timeout_s)
+                if head is not None:
+                    return connection, head
+            connection.close()  # by the server, to make room for another node, perhaps just when it was used again
+        connection, _ = self._connect(address, connect_s)
+        return connection, _exchange(connection, request, timeout_s)
+
+    def _wait_for_body(
+        self, connection: Connection, received: Head | None, length: int, on_progress: Callable[[int], float]
+    ) -> None:
         previous = ""
         for _ in range(_MAX_INTERIM):
-            head = _checked(connection.read_head(), connection.peer)
+            head = _checked(received, connection.peer)
             if head.first[0] != "102":
                 break
             has = head.fields.get("bootseer-ready", "")
             connection.sock.settimeout(on_progress(0 if has != previous else -1))
             previous = has
+            received = connection.read_head()
         if head.first[0] != "206" or head.fields.get("content-length") != str(length):
             raise CorruptError(f"{connection.peer} answers {head.first[0]} {head.first[1]}")
 
-    def _keep(self, connection: Connection, signer: Signer) -> None:
-        with self._lock:
-            # All but the latest to this peer, so that there are two with the new one. If that closes none, there is one
-            # more in all, and the limit of all peers together counts.
-            surplus = self._idle_to(connection.peer)[: 1 - _MAX_IDLE] or list(self._idle)[: 1 - _MAX_IDLE_IN_ALL]
-            for longest_idle in surplus:
-                del self._idle[longest_idle]
-            self._idle[connection] = signer
-        for longest_idle in surplus:
-            longest_idle.sock.close()
-
-    def _connection(self, address: str, timeout_s: float) -> tuple[Connection, Signer]:
-        with self._lock:
-            for connection in reversed(self._idle_to(address)):
-                signer = self._idle.pop(connection)
-                if not _is_closed(connection.sock):
-                    return connection, signer
-                connection.sock.close()
-        return self._connect(address, timeout_s)[:2]
-
-    def _idle_to(self, address: str) -> list[Connection]:
-        """Under the lock."""
-        return [connection for connection in self._idle if connection.peer == address]
-
-    def _connect(self, address: str, timeout_s: float) -> tuple[Connection, Signer, str]:
+    def _connect(self, address: str, timeout_s: float) -> tuple[Connection, str]:
         host, _, port = address.rpartition(":")
         try:
             sock = connect(host.strip("[]"), int(port), timeout_s)
@@ -244,17 +225,37 @@ class Client:
             head = connection.read_head()
             if head is None or head.first[0] == "429":
                 raise TransientError(f"{address} has too many connections", retry_after_s=1.0)
-            signer = Signer.of(self._secret, nonce, head.fields.get("bootseer-nonce", ""))
-            name = head.fields.get("bootseer-name", "")
-            if not hmac.compare_digest(head.fields.get("bootseer-proof", "").encode(), signer.proof(name).encode()):
+            connection.signer = Signer.of(self._secret, nonce, head.fields.get("bootseer-nonce", ""))
+            name, proof = head.fields.get("bootseer-name", ""), head.fields.get("bootseer-proof", "")
+            if not hmac.compare_digest(proof.encode(), connection.signer.proof(name).encode()):
                 raise AccessError(f"{address} does not know this job's secret")
-            return connection, signer, name
+            return connection, name
         except CorruptError as error:  # another program's port: it has not proved knowledge of the secret
             sock.close()
             raise AccessError(f"{address} is not a node of this job: {error}") from error
         except BaseException:
             sock.close()
             raise
+
+
+def _exchange(
+    connection: Connection, request: Request | Question | StartReport, timeout_s: Callable[[], float]
+) -> Head | None:
+    """Send a request; returns the first head of the response, None if the server has closed the connection."""
+    try:
+        connection.sock.settimeout(timeout_s())
+        connection.send(connection.signer.encode(request, connection.peer))
+        return connection.read_head()
+    except BaseException:
+        _drop(connection)
+        raise
+
+
+def _drop(connection: Connection) -> None:
+    """Close a connection in the middle of a message. What a lost link has held up is dropped: a stage must not arrive
+    after the node's later ones."""
+    connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.sock.close()
 
 
 def _checked(head: Head | None, peer: str) -> Head:

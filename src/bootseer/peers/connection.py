@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from bootseer.errors import CorruptError, TransientError, UsageError
-from bootseer.peers.protocol import MAX_HEAD, Head, parse_head
+from bootseer.peers.protocol import MAX_HEAD, Head, Signer, parse_head
 
 if TYPE_CHECKING:
     from ssl import SSLContext
@@ -72,6 +72,8 @@ class Connection:
         self.peer = peer
         self.local: str = sock.getsockname()[0]
         """This node's address: of the interface."""
+        self.signer = Signer(b"")
+        """Of a client: set when both sides have greeted."""
         self._timeout_s = timeout_s
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.settimeout(timeout_s)
@@ -87,6 +89,9 @@ class Connection:
         self._received = b""
         self._woken_at = 1
         """Minimum number of bytes for the kernel to wake a reader (SO_RCVLOWAT)."""
+
+    def close(self) -> None:
+        self.sock.close()
 
     def read_head(self) -> Head | None:
         """The next head; None when the peer has closed the connection between messages."""
