@@ -217,6 +217,13 @@ def test_a_daemon_that_does_not_end_is_killed_and_reported(image: Path, start: S
     assert not daemon.process.alive
 
 
+def test_an_error_at_its_end_is_in_its_log(image: Path, start: Start) -> None:
+    image.with_name("bug").touch()
+    daemon, _ = start(image)
+    daemon.stop()
+    assert "RuntimeError: unforeseen" in (daemon.folder / "log").read_text()
+
+
 def test_with_a_lifeline_it_ends_with_its_parent(image: Path, start: Start) -> None:
     daemon, program = start(image, lifeline=True)
     assert (daemon.folder / "files" / "image").exists()

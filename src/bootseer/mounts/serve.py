@@ -146,7 +146,11 @@ def serve(
             _LOG.warning("the process that started this one was killed")
             daemon.unmount(force=True)
             return daemon.finish()
-    return daemon.run(wake, lifeline)
+    try:
+        return daemon.run(wake, lifeline)
+    except Exception:  # the parent does not wait for a report any more
+        _LOG.exception("ended by an error")
+        return 1
 
 
 def protect_from_oom() -> None:
