@@ -157,7 +157,7 @@ def test_a_mount_point_is_not_replaced(
     """The kernel would refuse it only after everything was copied to the file system of its parent."""
     files.place.write_bytes("model", b"x")
     (tmp_path / "volume").mkdir()
-    monkeypatch.setattr(kernel, "devices_at", lambda target: {"0:1"} if target == tmp_path / "volume" else set())
+    monkeypatch.setattr(kernel, "mounts_at", lambda target: [target] if target == tmp_path / "volume" else [])
     with pytest.raises(UsageError, match="is a mount point") as refused:
         get_checkpoint(files, reading, "model", tmp_path / "volume", replace=True)
     assert refused.value.hint == f"name a folder in it: {tmp_path}/volume/NAME"

@@ -86,14 +86,14 @@ def unmount(target: Path, *, lazy: bool = False) -> None:
 
 def is_mount(target: Path) -> bool:
     """Whether something is mounted on `target` in this mount namespace. Does not access it: the mount may hang."""
-    return bool(devices_at(target))
+    return bool(mounts_at(target))
 
 
-def devices_at(target: Path) -> set[str]:
-    """Of the file systems that are mounted on `target`, one over the other. A mount may be there twice: in a shared
+def mounts_at(target: Path) -> list[Mount]:
+    """The mounts on `target`, one over the other, the topmost last. A file system may be there twice: in a shared
     folder that is bound to itself, each mount is also below what that hides."""
     point = str(Path(os.path.realpath(target.parent), target.name))
-    return {mount.device for mount in mount_table() if mount.path == point}
+    return [mount for mount in mount_table() if mount.path == point]
 
 
 def mount_points() -> list[str]:

@@ -101,7 +101,8 @@ class MountedCheckpoint(Struct, frozen=True):
         daemon = self._daemon()
         reply: Mapping[str, Any] = {}
         # Another file system may be mounted there by now, and a forced unmount would end it for all its users.
-        kinds, is_plain = _kinds_at(self.target), self.state.details.get("access") == "plain"
+        kinds = [mount.kind for mount in kernel.mounts_at(self.target)]
+        is_plain = self.state.details.get("access") == "plain"
         is_ours = bool(kinds) and (is_plain or kinds[-1] == _KIND)
         if _KIND in kinds and not is_ours:
             raise TransientError(f"{self.target}: another file system is mounted over it; unmount that before")
@@ -216,12 +217,6 @@ def _mount_point(record: Runtime, request: MountRequest, target: Path) -> Iterat
                 with contextlib.suppress(OSError):
                     target.rmdir()
             raise
-
-
-def _kinds_at(target: Path) -> list[str]:
-    """The types of the file systems that are mounted on a folder, the topmost last. Does not access it: it may hang."""
-    point = str(Path(os.path.realpath(target.parent), target.name))
-    return [mount.kind for mount in mount_table() if mount.path == point]
 
 
 def _absolute(uri: str) -> str:

@@ -71,7 +71,7 @@ def unmount(runtime: Runtime, state: MountState, *, force: bool = False) -> None
     If other mount namespaces have copies of the mount, its daemon ends with the last one; with `force` it ends at once,
     and their reads fail. Raises `TransientError` while a process uses a file of the mount, unless `force`.
     """
-    devices = kernel.devices_at(Path(state.target))
+    devices = {mount.device for mount in kernel.mounts_at(Path(state.target))}
     if len(devices) > 1 and not force:
         raise TransientError(f"{state.target}: another file system is mounted over it; unmount that before")
     if devices:
