@@ -64,10 +64,10 @@ def test_locations_are_named_like_users_do(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "file").write_bytes(b"data")
     found = resolve(folder)
-    assert found.where("file") == f"file://{tmp_path}/a b%3D/file"
-    assert resolve(found.where("file")).read_bytes("", 100) == b"data"
+    assert found.at("file").uri == f"file://{tmp_path}/a b%3D/file"
+    assert resolve(found.at("file").uri).read_bytes("", 100) == b"data"
     assert found.read_bytes("file", 4) == b"data"
-    assert open_place(found.where("")).read_bytes("file", 4) == b"data"
+    assert open_place(found.at("").uri).read_bytes("file", 4) == b"data"
     with pytest.raises(PermanentError, match="4 bytes are more than the 3 expected"):
         found.read_bytes("file", 3)
 

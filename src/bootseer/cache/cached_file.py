@@ -349,9 +349,9 @@ def _check_reserve(fd: int, offset: int, length: int, reserve_bytes: int) -> Non
     A start that filled the disk would deprive the next ones of space for states, snapshots and image metadata. Blocks
     that do not fit are served without being cached.
     """
-    disk = os.fstatvfs(fd)
-    reserve = min(reserve_bytes, int(disk.f_blocks * disk.f_frsize * _RESERVE_SHARE))
-    if disk.f_bavail * disk.f_frsize < reserve + length and _is_hole(fd, offset, length):
+    space = os.fstatvfs(fd)
+    reserve = min(reserve_bytes, int(space.f_blocks * space.f_frsize * _RESERVE_SHARE))
+    if space.f_bavail * space.f_frsize < reserve + length and _is_hole(fd, offset, length):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 

@@ -20,7 +20,7 @@ from types import ModuleType
 import msgspec
 from msgspec import Struct
 
-from bootseer.blocks.codec import DIGEST_BYTES, RAW
+from bootseer.blocks.codec import DIGEST_BYTES, RAW, Buffer
 from bootseer.blocks.index import Index, encode_index
 from bootseer.errors import CorruptError, PermanentError, UsageError
 from bootseer.store.store import Stored
@@ -85,9 +85,6 @@ def _columns(segment_bytes: int, stripes: int) -> tuple[tuple[int, ...], tuple[i
     chunks = num_chunks(segment_bytes)
     offsets = tuple(chunk_place(chunk, stripes)[1] for chunk in range(chunks))
     return offsets, (CHUNK_BYTES,) * (chunks - 1) + (segment_bytes - (chunks - 1) * CHUNK_BYTES,)
-
-
-Buffer = bytes | bytearray | memoryview
 
 
 _numpy: ModuleType | None = None

@@ -85,10 +85,6 @@ class Location(Struct, frozen=True):
     def at(self, name: str) -> Location:
         return replace(self, path=posixpath.join(self.path, name))
 
-    def where(self, name: str) -> str:
-        """The address of a file in this folder, for messages."""
-        return self.at(name).uri
-
     def open(self, name: str = "") -> CheckpointFile:
         """Open a file in this folder, or this file itself. Links are followed, as model hubs create them."""
         found = resolve_below(self.root, self.at(name).path) if name else self
@@ -98,7 +94,7 @@ class Location(Struct, frozen=True):
         """All of a file in this folder. Raises `PermanentError` if it has more than `limit` bytes."""
         with self.open(name) as file:
             if file.size_bytes > limit:
-                raise PermanentError(f"{self.where(name)}: {file.size_bytes} bytes are more than the {limit} expected")
+                raise PermanentError(f"{self.at(name).uri}: {file.size_bytes} bytes are more than the {limit} expected")
             return file.read(0, file.size_bytes)
 
     def latest(self) -> Location:

@@ -114,10 +114,10 @@ class Reads:
 
         Returns its number. The caller closes all of them after this fetcher.
         """
-        marks = index.num_blocks
+        num_blocks = index.num_blocks
         origin = StoreOrigin(store, None if peers is None else peers.store_sent)
-        file = File(index, origin, peers, cached, bytearray(marks), bytearray(marks))
-        here = bytearray(b"\1" * marks)
+        file = File(index, origin, peers, cached, bytearray(num_blocks), bytearray(num_blocks))
+        here = bytearray(b"\1" * num_blocks)
         for blocks in file.missing():
             here[blocks.start : blocks.stop] = bytes(len(blocks))
         with self._lock:

@@ -22,7 +22,6 @@ _LOG = logger(__name__)
 DEVICE = Path("/dev/fuse")
 HELPER = "fusermount3"
 _HELPER_DEADLINE_S = 10.0
-READ_AHEAD_KIB = MAX_READ // 1024
 
 
 def attach(target: Path, *, label: str, writable: bool = False, shared: bool = True) -> int:

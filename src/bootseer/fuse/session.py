@@ -43,8 +43,10 @@ CHECK_S = 1.0
 _MAX_ERRNO = 511
 """The kernel rejects answers with larger error numbers, and the caller would keep waiting."""
 _IDLE_THREADS = 8
-READ_AHEAD_KIB = 8 * 1024
-"""The kernel's read-ahead for a sequential reader: eight requests, so that several servers work for one reader."""
+_TREE_READ_AHEAD_KIB = protocol.MAX_READ // 1024
+"""The kernel's read-ahead for a sequential reader: one full request."""
+_FILES_READ_AHEAD_KIB = 8 * _TREE_READ_AHEAD_KIB
+"""For a writable file system eight, so that several servers work for one reader."""
 _BODY = protocol.IN_HEADER.size
 
 
@@ -402,7 +404,7 @@ def mount(
     else:
         session = Session(TreeRequests(tree), target, device, on_error)
         session.resend()
-    return _started(session, attach.READ_AHEAD_KIB)
+    return _started(session, _TREE_READ_AHEAD_KIB)
 
 
 def mount_writable(
@@ -419,7 +421,7 @@ def mount_writable(
     `shared`: see `attach`. `on_error`: see `mount`.
     """
     device = attach.attach(target, label=label, writable=not read_only, shared=shared)
-    return _started(Session(FileRequests(files), target, device, on_error), READ_AHEAD_KIB)
+    return _started(Session(FileRequests(files), target, device, on_error), _FILES_READ_AHEAD_KIB)
 
 
 def _started(session: Session, read_ahead_kib: int) -> Session:

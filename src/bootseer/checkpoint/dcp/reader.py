@@ -73,11 +73,11 @@ class StripedReader(StorageReader):
         try:
             folder = self._folder = resolve(self._uri).latest()
             with folder.open(METADATA) as file:
-                data = metadata_content(file, folder.where(METADATA))
+                data = metadata_content(file, folder.at(METADATA).uri)
                 self._read = _MetadataFile(file.version, blake3(data).hexdigest())
         except NotFoundError as error:
             raise NotFoundError(f"{self._uri}: no checkpoint of PyTorch's DCP: {error}") from error
-        return parse_metadata(data, folder.where(METADATA), self.load_id)
+        return parse_metadata(data, folder.at(METADATA).uri, self.load_id)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Called by DCP between reading the metadata and the plan."""

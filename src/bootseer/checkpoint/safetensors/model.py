@@ -133,7 +133,7 @@ def load_sharded(
         index = folder.read_bytes(INDEX, _MAX_INDEX_BYTES)
     except NotFoundError:
         return _load(folder, [SINGLE], device, None if names is None else {SINGLE: names})
-    by_file = _files_of(index, folder.where(INDEX), names)
+    by_file = _files_of(index, folder.at(INDEX).uri, names)
     return _load(folder, sorted(by_file), device, by_file)
 
 
@@ -160,7 +160,7 @@ def _load(
         def begin(name: str) -> _File:
             file = folder.open(name)
             to_close.callback(file.close)
-            uri = folder.where(name) if name else folder.uri
+            uri = folder.at(name).uri if name else folder.uri
             header = read_header(file, uri)
             chosen = _chosen(header, None if names is None else names[name], uri)
             _check_types(chosen, uri)
