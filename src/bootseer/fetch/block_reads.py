@@ -129,9 +129,9 @@ class Reads:
     ) -> Callable[[], None] | None:
         """Read a range, cut at the end of the file. `done` gets the bytes or an error.
 
-        If everything is cached, `done` is called before this returns None. Otherwise it is called once, on another
-        thread, which it must not block, within `deadline_s`, unless the read is cancelled before by calling what this
-        returns. After a `TransientError` a new read starts over.
+        If everything is cached, `done` is called before this returns None. Otherwise it is called once, on any thread,
+        which it must not block, within `deadline_s`, unless the read is cancelled before by calling what this returns.
+        After a `TransientError` a new read starts over.
         """
         here = self._files[file]
         missing: list[int] = []
