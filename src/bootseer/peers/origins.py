@@ -154,6 +154,7 @@ class FilePeers:
     def __init__(self, group: PeerGroup, index: Index, asked: Level | None = None) -> None:
         """`asked`: as of `Members.route`."""
         self._group = group
+        self.store_sent = group.origin_sent
         self._asked = asked
         self._identity = index.identity
         self.run_blocks = max(run_bytes(index.size_bytes) // index.block_size, 1)
@@ -179,9 +180,6 @@ class FilePeers:
 
     def at(self, step: Step) -> PeerOrigin:
         return PeerOrigin(self._group, step)
-
-    def store_sent(self, num_bytes: int, seconds: float) -> None:
-        self._group.origin_sent(num_bytes, seconds)
 
     def sent_wrong(self, step: Step, error: CorruptError) -> None:
         self._group.sent_wrong(step.peer.name, str(error))

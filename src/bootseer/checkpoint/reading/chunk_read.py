@@ -233,7 +233,7 @@ class ChunkRead:
             return
         facts.add("place_bytes", self.num_bytes)
         if self.unit is not None and self.started_s is not None:
-            self.unit.place_sent(self.num_bytes, self._context.timer.now_s() - self.started_s)
+            self.unit.peers.place_sent(self.num_bytes, self._context.timer.now_s() - self.started_s)
         if self.is_right(self.into):
             if self._is_chunk:
                 facts.add("chunks")

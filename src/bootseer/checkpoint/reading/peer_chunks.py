@@ -73,6 +73,8 @@ class PeerChunks:
         self._slots = threading.Semaphore(_RECEIVING)
         self._registered: set[str] = set()
         self._received_s: dict[str, float] = {}
+        self.place_sent = self._group.origin_sent
+        """To be told of each chunk that was read from the place: peers are compared with that."""
 
     @property
     def position(self) -> float:
@@ -118,10 +120,6 @@ class PeerChunks:
 
         with contextlib.suppress(TransientError):
             self.asking.submit(tell, urgent=False)
-
-    def place_sent(self, num_bytes: int, seconds: float) -> None:
-        """A chunk was read from the place. Peers are compared with that."""
-        self._group.origin_sent(num_bytes, seconds)
 
     def read_from(self, peer: str, unit: Unit, read: PeerRead) -> None:
         """Queue the read of a chunk from this peer."""
@@ -188,7 +186,7 @@ class Unit:
         """`first`: block of the index, a multiple of `UNIT_BLOCKS`."""
         self.index = index
         self.first = first
-        self._peers = peers
+        self.peers = peers
         self._blocks = 0
         self._lock = threading.Lock()
         self._shareable: bool | None = None
@@ -207,14 +205,10 @@ class Unit:
                 self._shareable = shareable
         if is_first:
             try:
-                self._peers.asking.submit(partial(self._ask, shareable))
+                self.peers.asking.submit(partial(self._ask, shareable))
             except TransientError:
                 self._sources.set_result({})
         self._sources.add_done_callback(lambda sources: self._go_on(read, sources.result()))
-
-    def place_sent(self, num_bytes: int, seconds: float) -> None:
-        """As of `PeerChunks`."""
-        self._peers.place_sent(num_bytes, seconds)
 
     def failed(self, read: PeerRead, peer: str) -> None:
         """A peer did not deliver this chunk. Blocks for the answers of the next lookup."""
@@ -222,14 +216,14 @@ class Unit:
         sources: dict[int, str] = {}
         if read.num_sources < _MAX_SOURCES and not read.is_stopped():
             blocks = 1 << (read.block - self.first)
-            sources = self._peers.ask(self, blocks, shareable=bool(self._shareable), without=peer)
+            sources = self.peers.ask(self, blocks, shareable=bool(self._shareable), without=peer)
         self._go_on(read, {block: source for block, source in sources.items() if source != peer})
 
     def _ask(self, shareable: bool) -> None:
         sources: dict[int, str] = {}
         answered: Future[dict[int, str]] = Future()
         try:
-            sources = self._peers.ask(self, self._blocks, shareable=shareable)
+            sources = self.peers.ask(self, self._blocks, shareable=shareable)
         finally:
             answered.set_result(sources)
             # The first one is not kept: it still refers to its callbacks, and these to this unit and chunks in memory.
@@ -241,4 +235,4 @@ class Unit:
         if source is None:
             read.done(False)
         else:
-            self._peers.read_from(source, self, read)
+            self.peers.read_from(source, self, read)
