@@ -31,8 +31,7 @@ from bootseer.units import format_bytes, format_seconds, plural
 @click.option("--every", "every_s", type=Number(1.0, 86400.0), default=60.0, show_default=True, metavar="S",
               help="Seconds between two rounds of checks.")  # fmt: skip
 @click.option("--idle", "idle_s", type=Number(0.0), default=7 * 86_400.0, metavar="S",
-              help="Delete unpacked and converted images, and unmount layers, "
-                   "unused for this long (default: a week).")  # fmt: skip
+              help="Remove layers and images that no start used for this long (default: a week).")  # fmt: skip
 @click.option("--peers-for", "peers_s", type=Number(0.0), default=3600.0, show_default=True, metavar="S",
               help="Serve blocks of ended jobs to their --peers LIST for this many seconds.")  # fmt: skip
 @click.option("--listen", metavar="HOST:PORT", help="Serve /metrics and /healthz here, besides the Unix socket.")

@@ -122,7 +122,8 @@ def mount_command(
     changes = None
     if writable:
         # Also deletes those of mounts that ended with a reboot, or were unmounted by another program.
-        changes = OwnedFolder.made(containers_folder(asked.cache), "mount-", partial(check_unused, _runtime())).path
+        check = partial(check_unused, Runtime(asked.runtime))
+        changes = OwnedFolder.made(containers_folder(asked.cache), "mount-", check).path
     with interruptible():
         mounted = mount_image(asked, folder.absolute(), writable=changes, suid=suid, say=say, show=shown)
     facts = mounted.facts
@@ -135,14 +136,12 @@ def mount_command(
 @click.option("--force", is_flag=True, help="Unmount while in use; programs that use it get I/O errors.")
 def umount_command(folder: Path, force: bool) -> None:
     """Unmount DIR, end its daemon and discard changes. Fetched blocks stay in the cache."""
+    from bootseer.checkpoint.mount.mounted import runtime_of
     from bootseer.image.mounting.mounted import find_mount, unmount_recorded
 
-    runtime = _runtime()
-    if runtime.find(folder) is None:
-        from bootseer.checkpoint.mount.mounted import runtime_of
-
-        if runtime_of(runtime.root).find(folder) is not None:
-            raise UsageError(f"{folder}: checkpoints are mounted there", hint=f"bootseer ckpt umount {folder}")
+    runtime = Runtime(runtime_root())
+    if runtime.find(folder) is None and runtime_of(runtime.root).find(folder) is not None:
+        raise UsageError(f"{folder}: checkpoints are mounted there", hint=f"bootseer ckpt umount {folder}")
     unmount_recorded(runtime, find_mount(runtime, folder), cache_root(), force=force)
 
 
@@ -151,7 +150,7 @@ def umount_command(folder: Path, force: bool) -> None:
 def list_command(output: Output) -> None:
     """List mounted images: folder, mode, share of the blocks on this node, state. The exit code is 1 if a daemon is
     dead."""
-    runtime = _runtime()
+    runtime = Runtime(runtime_root())
     rows = [_row(runtime, state) for state in runtime.all() if runtime.health(state) != "gone"]
     shown_rows = table("folder", "image", "way", "here", "state", right=("here",))
     for row in rows:
@@ -180,7 +179,3 @@ def _row(runtime: Runtime, state: MountState) -> dict[str, Any]:
         "log": runtime.log(state) or None,
         "daemon": status or None,
     }
-
-
-def _runtime() -> Runtime:
-    return Runtime(runtime_root())

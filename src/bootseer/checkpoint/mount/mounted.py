@@ -236,9 +236,7 @@ def find_checkpoint(runtime: Runtime, target: Path) -> MountedCheckpoint:
         if Runtime(runtime.root.parent).find(target) is not None:
             hint = f"an image is: bootseer image umount {target}"
         elif kernel.is_mount(target):
-            hint = (
-                f"if they are, {runtime.root} is not the runtime folder of their mount, or was emptied: umount {target}"
-            )
+            hint = f"if they are, {runtime.root} is not their runtime folder, or was emptied: umount {target}"
         raise UsageError(f"{target}: no checkpoints are mounted there", hint=hint)
     return MountedCheckpoint(runtime, state)
 
