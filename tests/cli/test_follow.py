@@ -297,7 +297,7 @@ def test_a_service_is_watched_until_training_began_everywhere(env, tmp_path, ala
         os.close(above)
     assert shown.returncode == told.returncode == 0
     assert b"8 of 8 nodes began training" in seen
-    assert re.search(rb"training_began after [^\r]+\r\n$", seen), seen[-300:]
+    assert re.search(rb"training began after [^\r]+\r\n$", seen), seen[-300:]
     assert seen.rindex(b"\x1b[?25h") > seen.rindex(b"\x1b[?25l")
     assert {line["schema"] for line in lines} == {"bootseer.watch/1"}
     assert lines[-1]["line"] == "8 of 8 began training"

@@ -163,9 +163,9 @@ def watch_command(job: str, logs: tuple[str, ...], service: str | None, wait: bo
 
             redraw = stack.enter_context(following(stack.enter_context(terminal())))
         _shown_until_over(job, service, wait, redraw)
-    latest = _from_service("history", {"job": job}, service)["starts"][:1]
-    for row in latest if not as_json else ():
-        Output("", as_json=False)({}, f"{row['outcome'] or 'over'} after {format_seconds(row['own_s'])}")
+    for row in () if as_json else _from_service("history", {"job": job}, service)["starts"][:1]:
+        ended = (row["outcome"] or "over").replace("_", " ")
+        Output("", as_json=False)({}, f"{ended} after {format_seconds(row['own_s'])}")
 
 
 def _shown_until_over(job: str, service: str, wait: bool, show: Callable[[str, object], None] | None) -> None:

@@ -73,7 +73,7 @@ class Database:
         return database
 
     def __str__(self) -> str:
-        return without_credentials(self._url.render_as_string())
+        return without_credentials(self._url.set(drivername=self._url.get_backend_name()).render_as_string())
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
@@ -133,7 +133,7 @@ class Database:
             may_pass = isinstance(cause, driver.OperationalError) or getattr(cause, "sqlstate", "") in _MAY_PASS
             if not may_pass and not getattr(error, "connection_invalidated", False):
                 raise
-            why = str(cause).strip().partition("\nLINE ")[0]  # without the statement
+            why = " ".join(str(cause).partition("\nLINE ")[0].split())  # one line, without the statement
             raise TransientError(f"{self}: {why or type(cause).__name__}") from error
 
 
