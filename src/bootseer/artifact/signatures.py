@@ -34,7 +34,7 @@ _MAX_TEXT = 512
 _BEGIN = b'{"payload":"'
 _MAX_KEY_BYTES = 1 << 20
 _PUBLIC = re.compile(rb"-----BEGIN PUBLIC KEY-----.*?-----END PUBLIC KEY-----", re.DOTALL)
-_MAKE = "openssl genpkey -algorithm ed25519 -out KEY; openssl pkey -in KEY -pubout -out PUBLIC"
+_MAKE = "make KEY: openssl genpkey -algorithm ed25519 -out KEY; the key to trust: openssl pkey -in KEY -pubout"
 
 
 def stored_limit(payload_bytes: int) -> int:

@@ -57,7 +57,7 @@ def capture_command(
     _check_setup(setup, requirements)
     asked = wanted({**values, "env_mode": "refresh" if refresh else "auto"}, values)
     made = make_snapshot(setup, requirements, asked, os.environ)
-    size = f"{plural(made.num_files, 'file')}, {format_bytes(made.size_bytes)}, kept in {format_seconds(made.seconds)}"
+    size = f"{plural(made.num_files, 'file')}, {format_bytes(made.size_bytes)}, in {format_seconds(made.seconds)}"
     output(asdict(made), made.key or "no key", size if made.published else made.why_not)
     if made.code or not (made.published or made.was_there):
         raise SystemExit(made.code or 1)

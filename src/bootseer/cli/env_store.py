@@ -288,7 +288,7 @@ def prune_command(grace: str, output: Output, **source: Any) -> None:
         done = prune(
             catalog,
             time.time(),
-            grace_s=parse_duration(grace, "--grace"),
+            grace_s=parse_duration(grace, "--grace", zero=True),
             in_use={layer for state in runtime.all() for layer in state.layers} | set(mounted_layers(runtime)),
             also_used=images_in(catalog.store).used_objects,
         )

@@ -102,7 +102,7 @@ def prune_command(store: str | None, plain_http: bool, grace: str, output: Outpu
         done = images.prune(
             images.images_in(opened),
             time.time(),
-            grace_s=parse_duration(grace, "--grace"),
+            grace_s=parse_duration(grace, "--grace", zero=True),
             mounted=_mounted(),
             also_used=Catalog(opened).used_objects,
         )
