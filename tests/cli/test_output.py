@@ -96,6 +96,15 @@ def test_a_terminal_shows_a_bar_that_fits_and_goes() -> None:
     assert {len(line) for line in lines} == {39}
 
 
+def test_a_message_takes_the_place_of_the_bar(capfd: pytest.CaptureFixture[str]) -> None:
+    with screen(80), Progress("reading") as bar:
+        supervise.say("before")
+        bar.show_bytes(1, 2)
+        supervise.say("meanwhile")
+    supervise.say("after")
+    assert capfd.readouterr().err == "bootseer: before\n\r\x1b[Kbootseer: meanwhile\nbootseer: after\n"
+
+
 @pytest.mark.usefixtures("long_at_once")
 def test_a_terminal_shows_that_something_is_waited_for() -> None:
     with screen(80) as seen:

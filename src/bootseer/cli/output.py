@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from bootseer.errors import PermanentError, os_errors_as
 from bootseer.io.files import replace_file
+from bootseer.launch import supervise
 from bootseer.units import format_bytes
 
 if TYPE_CHECKING:
@@ -166,6 +167,7 @@ _EVERY_S = 0.1
 _LONG_S = 2.5
 """Progress is shown after this time; an unmount that waits for short-lived users of a file ends earlier."""
 _BAR_WIDTH = 24
+_ERASE = "\r\x1b[K"
 _COLUMNS = 80
 
 
@@ -209,16 +211,17 @@ class Progress:
         if not self._on or (now_s < self._next_s and (done != total or not total)):
             return
         self._next_s = now_s + _EVERY_S
-        self._shown = True
+        self._shown, supervise.erase = True, _ERASE
         filled = round(_BAR_WIDTH * min(done / total, 1)) if total else 0
         bar = f"[{'#' * filled}{'-' * (_BAR_WIDTH - filled)}] " if total else ""
         suffix = f", {note}" if note else ""
         # A line that wraps cannot be erased.
-        _write("\r\x1b[K" + f"{self._what} {bar}{amount}{suffix}"[: _columns() - 1])
+        _write(_ERASE + f"{self._what} {bar}{amount}{suffix}"[: _columns() - 1])
 
     def __exit__(self, *_: object) -> None:
         if self._shown:
-            _write("\r\x1b[K")
+            supervise.erase = ""
+            _write(_ERASE)
 
 
 def _write(text: str) -> None:

@@ -79,6 +79,8 @@ _START_S = 120.0
 _MAX_REPORT = 4096  # an atomic write to a pipe
 # Python ignores these two; the command must have their default action.
 _PYTHON_IGNORES = (signal.SIGPIPE, signal.SIGXFSZ)
+erase = ""
+"""What erases the line of progress that is on the terminal, before a message; empty without one."""
 
 
 def say(message: str) -> None:
@@ -88,7 +90,7 @@ def say(message: str) -> None:
 
         message = without_credentials(message)
     with contextlib.suppress(OSError):
-        os.write(2, f"bootseer: {visible(message)}\n".encode())
+        os.write(2, f"{erase}bootseer: {visible(message)}\n".encode())
 
 
 def log(name: str, message: str, *args: object) -> None:
