@@ -23,7 +23,6 @@ from bootseer.cli.output import Output, Progress, styled
 from bootseer.cli.verb_parts import json_option
 from bootseer.launch.interrupt import interruptible
 from bootseer.launch.supervise import say
-from bootseer.mounts.state import Runtime
 from bootseer.units import format_bytes
 
 _PATH = click.Path(path_type=Path)
@@ -80,7 +79,7 @@ def umount_command(folder: Path, force: bool, output: Output) -> None:
 
     Also cleans up after a daemon that died. The exit code is 1 if files could not be published.
     """
-    found = find_checkpoint(_runtime(), folder.absolute())
+    found = find_checkpoint(runtime_of(runtime_root()), folder.absolute())
     with interruptible(), Progress(found.ending(), line=not output.as_json) as progress:
         answer = found.unmount(force=force, waiting=progress.wait)
     published, lost = answer.get("published", []), answer.get("lost", [])
@@ -96,7 +95,7 @@ def umount_command(folder: Path, force: bool, output: Output) -> None:
 @json_option("bootseer.checkpoint-mounts/1")
 def mounted_command(output: Output) -> None:
     """List mounted folders of checkpoints. The exit code is 1 if a daemon is dead."""
-    rows = [_row(one) for one in all_mounted(_runtime())]
+    rows = [_row(one) for one in all_mounted(runtime_of(runtime_root()))]
     lines = [
         styled(f"{row['target']}: {row['uri']}, ", "").append(_words(row), "red" if row["state"] != "mounted" else "")
         for row in rows
@@ -127,10 +126,6 @@ def _row(one: MountedCheckpoint) -> dict[str, Any]:
         "state": one.health,
         "daemon_pid": None if state.daemon is None else state.daemon.pid,
         "mounted_at": state.made_s,
-        "log": _runtime().log(state) or None,
+        "log": one.runtime.log(state) or None,
         "daemon": one.status() or None,
     }
-
-
-def _runtime() -> Runtime:
-    return runtime_of(runtime_root())

@@ -14,10 +14,11 @@ import click
 from msgspec.structs import replace
 
 from bootseer.artifact.places import STORE, cache_root, watch_folder
+from bootseer.artifact.progress import shown_while
 from bootseer.cli.env_options import parse_duration
 from bootseer.cli.image_options import LAYER_LIMIT, PLAIN_HTTP, parse_layer_limits, signatures
 from bootseer.cli.options import parse_size
-from bootseer.cli.output import Output, Progress
+from bootseer.cli.output import Output, Progress, shown
 from bootseer.cli.verb_parts import Count, json_option, with_options
 from bootseer.errors import BootseerError, Interrupted, PermanentError, UsageError
 from bootseer.image.conversion.convert import convert
@@ -97,12 +98,10 @@ def convert_command(
     if uri is None:
         raise UsageError(f"{source}: no store given", hint="bootseer image convert SRC DST")
     if not watch and (interval or once or tags or state):
-        hint = "give --watch too"
-        raise UsageError("--interval, --once, --tag and --state need --watch", hint=hint)
+        raise UsageError("--interval, --once, --tag and --state need --watch", hint="give --watch too")
     limits, signed = LayerLimits(**parse_layer_limits(layer_limits)), signatures({}, keys)
     options = ConvertOptions(parse_size(block_size, "--block-size"), limits=limits, signatures=signed)
-    chosen = Platform.parse(platform) if platform else None
-    settings = _Settings(reference, uri, chosen, jobs, options, plain_http)
+    settings = _Settings(reference, uri, Platform.parse(platform) if platform else None, jobs, options, plain_http)
     if watch:
         repository = f"{reference.host}/{reference.repository}"
         if reference.kind is not SourceKind.REGISTRY or source.removeprefix("docker://") != repository:
@@ -121,7 +120,8 @@ def _convert(settings: _Settings) -> tuple[dict[str, object], str]:
     with Progress("converting") as progress:
         image, platform, plain_http = settings.reference, settings.platform, settings.plain_http
         # Not of a mirror, which may still have the image that a tag named before.
-        opened = open_source(image, platform=platform, plain_http=plain_http, mirrored=False)
+        with shown_while(shown, f"waiting for {image}"):
+            opened = open_source(image, platform=platform, plain_http=plain_http, mirrored=False)
         layers = plural(len(opened.layers) or 1, "layer")
         with closing(opened), closing(open_store(settings.uri, plain_http=plain_http)) as store:
             report = partial(progress.show_bytes, note=layers)
