@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -210,6 +211,27 @@ def test_a_panic_of_a_library_is_an_error_of_the_file(desk: Desk, step: str) -> 
     with pytest.raises(PermanentError, match="Panic: rust"):
         desk.writing.write_file("job/file", *in_memory(b"new" * MIB), policy=SMALL)
     assert desk.leftovers() == []
+
+
+def test_a_part_for_which_no_file_can_be_begun_is_given_up_in_time_after_it_has_reached_a_node(tmp_path: Path) -> None:
+    desk = Desk(tmp_path / "root", tmp_path / "spool", WritingSettings(retry_s=0.01, retry_for_s=0.3))
+    begun: Counter[str] = Counter()
+    is_read_only = threading.Event()
+
+    def fail(step: str, path: str) -> None:
+        if step == "begin" and is_read_only.is_set():
+            begun[path.rpartition("/")[2].split(".")[1]] += 1
+            time.sleep(0.2)
+        elif step == "close":
+            is_read_only.set()
+        else:
+            return
+        raise TransientError("it is in safe mode")
+
+    desk.place.before = fail
+    with contextlib.closing(desk.writing), pytest.raises(TransientError, match="safe mode"):
+        desk.writing.write_file("job/file", *in_memory(bytes(4 * MIB)), policy=SMALL)
+    assert max(begun.values()) <= 2  # not `part_tries`
 
 
 def test_an_old_file_that_cannot_be_read_is_replaced(desk: Desk) -> None:

@@ -180,6 +180,7 @@ class PartTask:
         now_s = time.monotonic()
         if self.row or self._failing_since_s is None:  # an attempt that reached a node ends the time without one
             self._failing_since_s = now_s
+            self.row = 0
         if (
             isinstance(error, TransientError)
             and self._failures < settings.part_tries
