@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from bootseer.errors import (
     NotFolderError,
     NotFoundError,
     PermanentError,
+    TransientError,
 )
 from bootseer.places.folder import FolderPlace
 from checkpoint.heads import some_head
@@ -260,6 +262,25 @@ def test_a_large_folder_is_listed_and_each_head_is_read_once(files: Files, root:
         assert len(listed) == 600
         assert all(listed[f"job/{number}"] == (number + 1) * _MIB for number in range(300))
     assert len(peeked) == 300
+
+
+def test_of_a_large_folder_not_each_head_is_waited_for_when_the_storage_does_not_answer(
+    files: Files, root: Path
+) -> None:
+    for number in range(300):
+        (root / f"job/{number}").write_bytes(encode_head(some_head(_MIB, 64 * _MIB, seed=number)))
+    place = StepwisePlace(files.place)
+    waited: list[str] = []
+
+    def read_first(path: str, length: int) -> bytes:
+        waited.append(path)
+        time.sleep(0.1)
+        raise TransientError("not read within a minute")
+
+    place.inner.read_first = read_first  # type: ignore[method-assign]
+    with pytest.raises(TransientError, match="within a minute"):
+        list(Files(place).list("job"))  # type: ignore[arg-type]
+    assert len(waited) < 300
 
 
 def test_a_replaced_file_has_its_new_size_at_once(files: Files) -> None:

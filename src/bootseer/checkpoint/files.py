@@ -41,6 +41,7 @@ from bootseer.errors import (
     NotFolderError,
     NotFoundError,
     PermanentError,
+    TransientError,
 )
 from bootseer.io.tasks import Tasks
 from bootseer.places import open_place
@@ -291,13 +292,15 @@ class Files:
         return peeked
 
     def _peek_all(self, entries: Iterable[Entry]) -> None:
-        """Peek into many heads concurrently; failed ones are read again one by one."""
+        """Peek into many heads concurrently; failed ones are read again one by one. In a storage that does not answer,
+        each would wait for its deadline: then the rest is left."""
         with self._lock:
             unknown = [entry for entry in entries if (entry.path, entry.version) not in self._peeked]
         if len(unknown) > 1:
             with Tasks("bootseer-peek", min(_AT_ONCE, len(unknown))) as threads:
                 for future in [threads.submit(self._peek, entry) for entry in unknown]:
-                    future.exception()
+                    if isinstance(future.exception(), TransientError):
+                        break
 
     def _head(self, entry: Entry) -> Head | None:
         if not maybe_head(entry) or self._size(entry) is None:
