@@ -148,9 +148,12 @@ class Catalog(Generic[D]):
         """All artifacts in the order of their keys. Raises the store's errors when listing fails."""
         until = time.monotonic() + _LIST_S
         keys = sorted(self.published_keys())
+
+        def look(key: str) -> Lookup[D]:
+            return self.look(key, timeout_s=max(min(until - time.monotonic(), WRITE_S), 0.1))
+
         with Tasks("bootseer-catalog", min(_THREADS, len(keys) or 1)) as pool:
-            answers = pool.map(lambda key: self.look(key, timeout_s=max(until - time.monotonic(), 0.1)), keys)
-            found = dict(zip(keys, answers, strict=True))
+            found = dict(zip(keys, pool.map(look, keys), strict=True))
         return Listing(
             tuple(each.document for each in found.values() if each.document is not None),
             tuple(f"{self.kind.short(key)}: {each.why}" for key, each in found.items() if each.kind == "broken"),

@@ -125,6 +125,15 @@ def test_a_hanging_store_is_waited_for_no_longer_than_was_asked(store: Store) ->
     assert max(waits) <= 7.0
 
 
+def test_a_listing_waits_for_no_document_longer_than_a_minute(catalog: Catalog, store: Store) -> None:
+    published(catalog)
+    waits: list[float] = []
+    plan = lambda request: Fault(delay_s=3600) if request.verb == "read" else None  # noqa: E731
+    found = Catalog(FaultyStore(store, plan, sleep=waits.append)).all()
+    assert (found.documents, len(found.unread)) == ((), 1)
+    assert max(waits) <= 60.0
+
+
 @pytest.mark.parametrize("status", [401, 403])
 def test_a_store_that_refuses_is_unreachable(store: Store, status: int) -> None:
     catalog = Catalog(FaultyStore(store, lambda request: Fault(status=status)))
