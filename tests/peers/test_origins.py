@@ -230,7 +230,7 @@ def test_a_mount_daemons_files_come_from_peers_and_its_start_says_so(
     gone = str(tmp_path / "no-store")
     served = BlockFileService((job.index,), gone, tmp_path / "cache", rest=False)(said.append)
     assert bytes(served.fetcher.read_blocking(0, 4 * BLOCK + 9, 3000)) == DATA[4 * BLOCK + 9 :][:3000]
-    numbers = numbers_of(json.loads(json.dumps(served.status())))
+    numbers = numbers_of(json.loads(json.dumps(served.status())), {})
     served.close()
     assert numbers["peer_bytes"] == numbers["demand_bytes"] == BLOCK
     assert (numbers["late_peers"], numbers["wrong_peers"]) == ("", "")
@@ -249,6 +249,6 @@ def test_without_peers_a_mount_daemon_asks_the_store_alone(
         monkeypatch.setenv(SWITCH, "0")
     served = BlockFileService((job.index,), job.inner.uri, tmp_path / "cache", rest=False)(print)
     assert bytes(served.fetcher.read_blocking(0, 4 * BLOCK, 10)) == DATA[4 * BLOCK :][:10]
-    numbers = numbers_of(served.status())
+    numbers = numbers_of(served.status(), {})
     served.close()
     assert not {"peer_bytes", "late_peers"} & set(numbers)

@@ -8,6 +8,7 @@ from bootseer.report.analysis.compose import analyse
 from bootseer.report.analysis.prepare import Options
 from bootseer.report.analysis.starts import peers_summary
 from bootseer.trace.event import Event
+from startups import moment, span
 
 MIB = 1 << 20
 
@@ -44,6 +45,16 @@ def test_the_report_shows_the_sources_of_bytes_and_slow_peers() -> None:
         "excluded after sending wrong blocks: n3 (to 1 node)",
         "1 node did not answer n1 (ports, secrets: docs/peers.md)",
     ]
+
+
+def test_what_was_pulled_before_the_start_is_split_by_its_source_too() -> None:
+    events = [
+        *span(1.0, 2.0, "image_loading.pull", attrs={"peer_bytes": 48 * MIB}),
+        moment(3.0, "image_start", attrs={"mode": "pull", "cold_bytes": 64 * MIB}),
+        moment(3.0, "peers_start", attrs={"until": "training_began", "peers": 2}),
+    ]
+    (row,) = analyse(events, Options()).peers
+    assert (row.peer_bytes, row.origin_bytes) == (48 * MIB, 16 * MIB)
 
 
 def test_without_peers_there_is_no_row() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -92,6 +93,8 @@ class Materializer:
     daemon: Daemon | None = field(init=False, default=None)
     mode: str = field(init=False, default="")
     reason: str = field(init=False, default="")
+    pulled: Counter[str] = field(init=False, default_factory=Counter)
+    """What this process fetched itself: `cold_bytes` and `requests`."""
 
     def serve_lazily(self) -> None:
         """Serve incomplete layers as files that the kernel can mount; pull them if that is predicted to be faster or
@@ -168,13 +171,14 @@ class Materializer:
         daemon_follows = prediction.mode == PULL and (needs_daemon or self.space.is_short(self._missing_size()))
         if daemon_follows and self.options.loading == "auto" and breaks_forks(self.subject.store_uri):
             prediction = Prediction(LAZY, "a daemon could not access its store after a pull by this process")
-        self.mode, self.reason = "hot" if plan else "lazy", prediction.reason
+        lazy_mode = "hot" if plan else "lazy"
+        self.mode, self.reason = lazy_mode, prediction.reason
         if prediction.mode == PULL:
             self.mode = "pull"
             try:
                 self._pull()
             except CacheFull as error:
-                self.fall_back(f"not all of it fits on this node: {error}")
+                self.mode, self.reason = lazy_mode, f"not all of it fits on this node: {error}"
                 self.say(f"{self.reason}; serving it lazily")
                 missing = [layer for layer in self.stack if not layer.trusted]
         _LOG.info(
@@ -287,8 +291,11 @@ class Materializer:
                     fetcher.pull_all(on_progress)
             finally:
                 fetcher.close()
+                stats = fetcher.stats()
+                self.pulled["cold_bytes"] += sum(stats.bytes_by_purpose.values())
+                self.pulled["requests"] += sum(stats.requests_by_purpose.values())
                 if peers is not None:
-                    facts.update(peer_numbers(asdict(fetcher.stats()) | {"peers": peers.stats()}))
+                    facts.update(peer_numbers(asdict(stats) | {"peers": peers.stats()}))
                     peers.close()
                 origin.close()
         self._verify_complete()

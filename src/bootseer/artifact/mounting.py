@@ -165,12 +165,13 @@ class MountHandle:
         self._runtime = mount.runtime
         self._state = state
         self._daemon = mount.daemon
-        """None if everything was local: nothing is fetched or recorded."""
+        """None if everything is local now: nothing more is fetched or recorded."""
+        self._pulled = mount.pulled
         self._say = mount.say
 
     def end_startup(self) -> dict[str, object]:
         """Report the end of the startup to the daemon; returns the startup's figures."""
-        numbers: dict[str, object] = {"demand_bytes": 0, "hot_bytes": 0, "cold_bytes": 0, "requests": 0}
+        numbers: dict[str, object] = {"demand_bytes": 0, "hot_bytes": 0, "cold_bytes": 0, "requests": 0, **self._pulled}
         if self._daemon is None:
             return numbers
         try:
@@ -180,7 +181,7 @@ class MountHandle:
             if self._daemon.process.alive:  # its death is reported by `report_problems`
                 self._say(f"{error}; what this start cost is not known")
             return numbers
-        return numbers_of(status)
+        return numbers_of(status, self._pulled)
 
     def report_problems(self) -> str:
         """Say why reads failed while the command ran: the command itself saw only I/O errors. Returns what is damaged
@@ -220,16 +221,17 @@ class MountHandle:
                 self._say(str(note))
 
 
-def numbers_of(status: Mapping[str, Any]) -> dict[str, object]:
-    """The figures of a start from a daemon's status, by the names used in reports (`analysis.starts`)."""
+def numbers_of(status: Mapping[str, Any], pulled: Mapping[str, int]) -> dict[str, object]:
+    """The figures of a start from a daemon's status, by the names used in reports (`analysis.starts`). `pulled`: what
+    was fetched before the daemon's start (`Materializer.pulled`)."""
     fetch = status.get("fetch") or {}
     by_purpose = fetch.get("bytes_by_purpose") or {}
     has_hot_set = bool(fetch.get("hot_blocks"))
     return {
         "demand_bytes": by_purpose.get("demand", 0),
         "hot_bytes": by_purpose.get("hot", 0),
-        "cold_bytes": by_purpose.get("cold", 0),
-        "requests": sum((fetch.get("requests_by_purpose") or {}).values()),
+        "cold_bytes": by_purpose.get("cold", 0) + pulled.get("cold_bytes", 0),
+        "requests": sum((fetch.get("requests_by_purpose") or {}).values()) + pulled.get("requests", 0),
         "coverage": round(fetch["covered"] / fetch["needs"], 4) if has_hot_set and fetch.get("needs") else None,
         "wasted_blocks": fetch.get("wasted_blocks", 0),
         "late_blocks": fetch.get("late", 0) if has_hot_set else 0,

@@ -7,7 +7,7 @@ import random
 import shutil
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -97,6 +97,9 @@ def test_one_mount_serves_all_starts_and_survives_them(
 ) -> None:
     first, second = bring(loading="pull"), bring()
     assert second.facts["mode"] == "local"
+    numbers = [layer.end_startup() for layer in (first, second)]
+    assert [one["cold_bytes"] for one in numbers] == [first.facts["stored_bytes"], 0]
+    assert [bool(one["requests"]) for one in numbers] == [True, False]
     assert first.path == second.path
     check_tree(second, setup)
     runtime = Runtime(tmp_path / "runtime")
@@ -107,20 +110,40 @@ def test_one_mount_serves_all_starts_and_survives_them(
     assert unmount_idle(runtime, idle_s=0) == [document.file.identity]
 
 
+@contextmanager
+def disk_of(size: str, cache: Path) -> Iterator[None]:
+    cache.mkdir(mode=0o700)
+    kernel.attach(kernel.create_mount("tmpfs", [("source", "test"), ("size", size), ("mode", "700")]), cache)
+    try:
+        yield
+    finally:
+        kernel.unmount(cache, lazy=True)  # the kernel may still be closing the layer's file
+
+
 def test_on_a_full_disk_a_start_keeps_the_mount_that_it_needs(bring: BringIt, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    cache.mkdir(mode=0o700)
-    kernel.attach(kernel.create_mount("tmpfs", [("source", "test"), ("size", "14m"), ("mode", "700")]), cache)
-    try:
+    with disk_of("14m", cache):
         layer = bring(loading="pull")
         layer.close()
-        (cache / "ballast").write_bytes(bytes(shutil.disk_usage(cache).free - (1 << 20)))
-        mounted = (tmp_path / "runtime" / "layers").stat().st_mtime_ns  # changes with each new or removed mount point
-        bring().close()
-        assert (tmp_path / "runtime" / "layers").stat().st_mtime_ns == mounted
-    finally:
-        kernel.unmount(layer.path)
-        kernel.unmount(cache, lazy=True)  # the kernel may still be closing the layer's file
+        try:
+            (cache / "ballast").write_bytes(bytes(shutil.disk_usage(cache).free - (1 << 20)))
+            mounted = (tmp_path / "runtime" / "layers").stat().st_mtime_ns  # changes with each new or removed mount
+            bring().close()
+            assert (tmp_path / "runtime" / "layers").stat().st_mtime_ns == mounted
+        finally:
+            kernel.unmount(layer.path)
+
+
+@pytest.mark.fuse
+def test_a_pull_that_does_not_fit_is_reported_as_the_lazy_start_that_it_is(
+    bring: BringIt, setup: Setup, tmp_path: Path
+) -> None:
+    with disk_of("8m", tmp_path / "cache"):
+        layer = bring(loading="pull")
+        assert layer.facts["mode"] == "lazy"
+        assert "not all of it fits on this node" in str(layer.facts["reason"])
+        check_tree(layer, setup)
+        layer.close()
 
 
 def test_the_shared_copy_cannot_be_written(bring: BringIt) -> None:

@@ -102,7 +102,7 @@ def peers_starts(startup: StartupSpans) -> list[PeersStart]:
 
         peer_bytes = total("peer_bytes")
         # Images and environments report stores and peers together, checkpoints report them separately.
-        both = total("demand_bytes", "hot_bytes", "cold_bytes") - total("peer_bytes", parts=parts[:2])
+        both = total("demand_bytes", "hot_bytes", "cold_bytes") - peer_bytes + total("peer_bytes", parts=parts[2:3])
         row = {
             "cache_bytes": total("local_bytes", "cache_bytes"),
             "peer_bytes": peer_bytes,
