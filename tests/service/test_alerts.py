@@ -105,6 +105,24 @@ def test_labels_of_stages_stay_whatever_they_cost(month: Any) -> None:
     assert "other" in labels()
 
 
+def test_labels_of_teams_stay_whatever_they_cost(month: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, database = month
+    monkeypatch.setattr("bootseer.service.metrics._TEAMS", 1)
+
+    def labels() -> set[str]:
+        with database.read() as connection:
+            text = text_of(connection, OverTime(database), made.now_ns - 1)
+        return set(re.findall(r'bootseer_start_gpu_seconds_total{team="([^"]*)"', text))
+
+    before = labels()
+    assert len(before) == 2
+    for team in made.truth.teams:
+        with database.write() as connection:
+            connection.execute(start.update().values(gpu_s=1.0))
+            connection.execute(start.update().where(start.c.team == team).values(gpu_s=1e12))
+        assert labels() == before
+
+
 def test_each_rule_finds_what_it_is_for_and_nothing_else(month: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One fact is changed for each rule; its finding disappears with the change."""
     made, database = month

@@ -1,9 +1,9 @@
 """`/metrics` in Prometheus' text format: duration and cost of starts, and the health of the service.
 
 The number of labels is bounded: scales, kinds and cache states are fixed. Names of stages and teams come from outside:
-the outermost stages and the most expensive teams have labels of their own, the rest are `other`. Nodes and jobs are no
-labels. Counters are sums over a period of four weeks, computed from the database: they restart at 0 with each period,
-as after a restart.
+the outermost stages and the first teams of a period have labels of their own, the rest are `other`. Nodes and jobs are
+no labels. Counters are sums over a period of four weeks, computed from the database: they restart at 0 with each
+period, as after a restart.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _OTHER: Final = "other"
 def text_of(connection: Connection, over_time: OverTime, now_ns: int) -> str:
     today = day_of(now_ns)
     where = Filter(today - today % _PERIOD_DAYS)
-    closed = replace(where, state=CLOSED)  # the numbers of others may fall, which looks like a restart of the counter
     made = Figures()
-    _starts(made, connection, closed)
+    # The numbers of open starts may fall, which looks like a restart of the counter.
+    _starts(made, connection, replace(where, state=CLOSED))
     _stages(made, connection, where)
-    _teams(made, connection, closed)
+    _teams(made, connection, where)
     _caches(made, connection, where)
     _now(made, connection, over_time, now_ns)
     return made.text()
@@ -91,8 +91,10 @@ def _stages(made: Figures, connection: Connection, where: Filter) -> None:
 
 
 def _teams(made: Figures, connection: Connection, where: Filter) -> None:
-    rows = questions.cost(connection, where)
-    names = _named((row["team"] for row in rows), _TEAMS)
+    rows = questions.cost(connection, replace(where, state=CLOSED))
+    # Not by cost, for the same reason as stages: later teams come last, with all others' labels unchanged.
+    first = select(start.c.team).where(*where.of(start)).group_by(start.c.team).order_by(func.min(start.c.id))
+    names = _named(connection.execute(first).scalars(), _TEAMS)
     for family, column, about in (
         ("bootseer_start_gpu_seconds_total", "gpu_s", "GPU time in starts."),
         ("bootseer_wait_gpu_seconds_total", "wait_gpu_s", "GPU time in starts while nodes waited for others."),
