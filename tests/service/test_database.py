@@ -46,6 +46,19 @@ def test_names_have_one_number(database_url: str) -> None:
     database.close()
 
 
+def test_all_statements_of_a_reader_see_the_same_rows(database_url: str) -> None:
+    """A stage that is new in the second statement would have no name from the first."""
+    database = Database.open(database_url)
+    with database.read() as reader:
+        assert reader.execute(select(schema.stage)).all() == []
+        with database.write() as connection:
+            database.ids(connection, schema.stage, ["install"])
+        assert reader.execute(select(schema.stage)).all() == []
+    with database.read() as reader:
+        assert len(reader.execute(select(schema.stage)).all()) == 1
+    database.close()
+
+
 def test_a_block_that_fails_leaves_nothing(database_url: str) -> None:
     database = Database.open(database_url)
     with pytest.raises(ZeroDivisionError), database.write() as connection:

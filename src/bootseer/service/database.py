@@ -87,8 +87,10 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        """A transaction that reads. Raises `TransientError` like `write`."""
-        with self._with_database_errors(), self._engine.connect() as connection, connection.begin():
+        """A transaction that reads: all its statements see the same rows. Raises `TransientError` like `write`."""
+        options = {"isolation_level": "REPEATABLE READ"} if self.is_postgres else {}  # SQLite always does so
+        reading = self._engine.execution_options(**options)
+        with self._with_database_errors(), reading.connect() as connection, connection.begin():
             yield connection
 
     def insert_all(self, connection: Connection, table: Table, rows: Sequence[Mapping[str, Any]]) -> None:
