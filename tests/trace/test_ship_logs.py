@@ -152,6 +152,30 @@ def test_what_was_rotated_several_times_between_two_looks_arrives_whole(service,
     assert arrived(service, job)["app.log"] == [b"%d" % number for number in range(5)]
 
 
+def test_a_log_that_is_rotated_just_before_it_is_opened_arrives_whole(service, tmp_path, monkeypatch):
+    (state := tmp_path / "state").mkdir()
+    log, link = tmp_path / "app.log", Link(target(service.url, {}))
+    logs = Logs([str(log)], "rotated-meanwhile", link, state)
+    log.write_text("0\n")
+    logs.step()
+    log.write_text("0\n1\n")
+    find = Logs._find_file
+
+    def find_and_rotate(path, stream):
+        place = find(path, stream)
+        if log.exists():
+            log.rename(tmp_path / "app.log.1")
+        return place
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Logs, "_find_file", staticmethod(find_and_rotate))
+        logs.step()
+    logs.step()
+    logs.close()
+    link.close()
+    assert arrived(service, "rotated-meanwhile")["app.log"] == [b"0", b"1"]
+
+
 def looked(logs: Logs, started: Callable[[], Logs]) -> Logs:
     """Calls `step` until nothing is new, and continues with the next process when one was killed."""
     while True:

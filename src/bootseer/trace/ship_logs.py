@@ -124,6 +124,9 @@ class Logs:
                 while self._send_batch(path, stream):
                     any_sent = True
             except FileNotFoundError:
+                with contextlib.suppress(FileNotFoundError):
+                    if self._find_file(path, stream):  # it was rotated just now; retried at the next call
+                        continue
                 del self._streams[path]
             except OSError as error:  # retried at the next call
                 if path not in self._unreadable:
@@ -158,8 +161,8 @@ class Logs:
                 is_over = is_over and time.time() - os.fstat(file).st_mtime > _SETTLED_S
                 end = data.rfind(b"\n") + 1
                 if is_over and not data:
-                    stream.offset = stream.head_size = 0
                     stream.inode = _next_inode(path, os.fstat(file))
+                    stream.offset = stream.head_size = 0
                     return self._send_batch(path, stream)
                 if not end and not is_over and len(data) < ship.BATCH_BYTES:
                     return False  # the line is incomplete
