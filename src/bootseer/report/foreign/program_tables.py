@@ -133,7 +133,9 @@ PROGRAMS: dict[str, tuple[Rule, ...]] = {
         Rule(END, "queue", 'TransitionTime":', _CONDITION + r"\w+JobRunning\""),
     ),
     "ray": (
-        Rule(BEGIN, _RUNTIME_ENV, "Creating runtime env: ", r"\{(?P<key>.*?)(?: with timeout \d+ seconds)?\.?\s*$"),
+        Rule(
+            BEGIN, _RUNTIME_ENV, "Creating runtime env: ", r"\{(?P<key>.*?)(?: with timeout \d+ seconds)?\.?(?<!\s)\s*$"
+        ),
         Rule(
             END, _RUNTIME_ENV, "Successfully created runtime env: ", r"\{(?P<key>.*?), (?:the )?context: ", says="made"
         ),
