@@ -227,13 +227,13 @@ class Registry:
         answer = self.request("push", "PUT", path, timeout_s=timeout_s, headers={"Content-Type": media_type}, body=data)
         self.expect_done(answer, f"storing manifest {reference}", 201, 202)
 
-    def delete_manifest(self, digest: str, *, timeout_s: float = 60.0) -> None:
+    def delete_manifest(self, digest: str) -> None:
         """Delete a manifest and its tags. Nothing happens if it does not exist."""
-        self._delete(f"manifests/{_checked_digest(digest)}", f"removing manifest {digest}", timeout_s)
+        self._delete(f"manifests/{_checked_digest(digest)}", f"removing manifest {digest}")
 
-    def delete_blob(self, digest: str, *, timeout_s: float = 60.0) -> None:
+    def delete_blob(self, digest: str) -> None:
         """Delete a blob. Nothing happens if it does not exist."""
-        self._delete(f"blobs/{_checked_digest(digest)}", f"removing blob {digest}", timeout_s)
+        self._delete(f"blobs/{_checked_digest(digest)}", f"removing blob {digest}")
         with self._lock:
             self._addresses.pop(digest, None)
 
@@ -343,8 +343,8 @@ class Registry:
     def close(self) -> None:
         self._transport.close()
 
-    def _delete(self, path: str, operation: str, timeout_s: float) -> None:
-        answer = self.request("delete", "DELETE", path, timeout_s=timeout_s)
+    def _delete(self, path: str, operation: str) -> None:
+        answer = self.request("delete", "DELETE", path, timeout_s=60.0)
         if answer.status == 405:
             answer.finish()
             raise PermanentError(f"{self}: {operation}: this registry does not allow deletion")

@@ -153,10 +153,7 @@ def term(key: str, text: str = "") -> str:
 
 
 def moment(unix_ns: int, form: str = "%Y-%m-%d %H:%M:%S UTC") -> str:
-    try:
-        return datetime.fromtimestamp(unix_ns / 1e9, tz=UTC).strftime(form)
-    except (ValueError, OverflowError, OSError):
-        return "at an unreadable time"
+    return datetime.fromtimestamp(unix_ns / 1e9, tz=UTC).strftime(form)
 
 
 seconds, hours, money, size = format_seconds, format_hours, format_money, format_bytes
