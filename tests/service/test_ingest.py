@@ -95,6 +95,14 @@ def test_bad_batches_are_reported_and_leave_nothing(service, headers, data, stat
     assert service.raw() == {}
 
 
+def test_a_log_is_of_the_same_job_as_the_lines_whose_name_is_shortened(service):
+    name = "moe" * 100
+    assert service.post("/v1/lines", lines(name), x_bootseer_sender="n").status_code == 202
+    log = {"x_bootseer_kind": "log", "x_bootseer_job": name}
+    assert service.post("/v1/lines", b"epoch 1\n", x_bootseer_sender="n", **log).status_code == 202
+    assert len({row.job for row in service.batches(2)}) == 1
+
+
 def test_lines_that_no_table_could_hold_are_rejected(service):
     def line(**more: object) -> bytes:
         fields = {"wall_ns": 1, "mono_ns": 2, "job": "j", "node": "n", "stage": "run", "phase": "begin", "span": "0a"}

@@ -90,6 +90,13 @@ def test_service_and_folder_tell_the_same(tmp_path: Path) -> None:
         assert answers[0][0][name] == answers[1][0][name]
 
 
+def test_a_name_that_lines_shorten_finds_its_starts(tmp_path: Path) -> None:
+    name = "moe" * 100
+    (tmp_path / "0.events").write_bytes(b"".join(Fleet(2, job=name, begin_s=time.time() - EPOCH_NS / 1e9).lines()))
+    found = told("history", name, str(tmp_path))
+    assert [row["job"][:240] for row in found["starts"]] == [name[:240]]
+
+
 def test_pods_of_several_starts_are_nodes_of_one_name(tmp_path: Path) -> None:
     """Unless pods of one start share their machine: then it is unknown which of them is slow because of it."""
     for machines, expected in ((6, ["gpu-2"]), (3, [])):

@@ -36,7 +36,7 @@ from running_service import RunningService, ask, running_service
 
 pytestmark = pytest.mark.slow
 
-HOSTILE = "a/../b?c=1&<script>alert(1)</script>\"'\u202e" + "x" * 200
+HOSTILE = "a/../b\n?c=1&<script>alert(1)</script>\"'\u202e" + "x" * 200
 PAGES = ("/", "/now", "/jobs", "/nodes", "/caches", "/compare")
 
 

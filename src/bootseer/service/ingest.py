@@ -39,7 +39,7 @@ from bootseer.service.raw import EVENTS, LOG, RawStore
 from bootseer.service.raw import MAX_PLAIN_BYTES as MAX_OBJECT_BYTES
 from bootseer.service.repeated import Repeated
 from bootseer.service.rows import day_of
-from bootseer.trace.event import MAX_READ_BYTES, TAG_STEM, Malformed, decode, encodable
+from bootseer.trace.event import MAX_READ_BYTES, TAG_STEM, Malformed, decode, encodable, written_name
 from bootseer.trace.stacks import MAX_REQUESTS, StackRequest
 
 MAX_BODY_BYTES: Final = 4 << 20
@@ -211,7 +211,7 @@ class Ingest:
                 raise Refused(400, f"{SENDER} is missing or not a valid name")
             if number and not _NUMBER.fullmatch(number):
                 raise Refused(400, f"{SEQUENCE} is not a number")
-            kind, job = headers.get(KIND, "lines"), unquote(headers.get(JOB, ""))[:256].replace("\0", "")
+            kind, job = headers.get(KIND, "lines"), written_name(unquote(headers.get(JOB, "")).replace("\0", ""))
             if kind not in ("lines", "log") or (kind == "log" and not job):
                 raise Refused(400, f"{KIND} must be lines, or log with {JOB}")
             grant: Grant = request.state.grant

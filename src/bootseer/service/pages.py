@@ -20,6 +20,7 @@ import msgspec
 import zstandard
 from markupsafe import Markup
 from sqlalchemy import Connection, select
+from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
@@ -40,6 +41,7 @@ from bootseer.service.charts import bars
 from bootseer.service.over_time import ADDRESS, QUESTIONS, exported, lemons, now
 from bootseer.service.questions import Filter
 from bootseer.service.rows import DAY_NS, day_of
+from bootseer.trace.event import written_name
 from bootseer.units import PROMETHEUS, S_PER_H, format_bytes, format_hours, format_money, format_seconds
 
 if TYPE_CHECKING:
@@ -60,6 +62,15 @@ _QUIET_S: Final = 15.0
 Answer = dict[str, Any]
 _Find = Callable[[Connection, Request], Answer]
 _Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+class _JobConvertor(PathConvertor):
+    """Any text: Starlette's own parameters end at a line break."""
+
+    regex = "(?s:.*)"
+
+
+register_url_convertor("job", _JobConvertor())
 
 
 class Pages:
@@ -92,7 +103,7 @@ class Pages:
             "fleet": ("/", self._fleet),
             "now": ("/now", self._now),
             "jobs": ("/jobs", self._jobs),
-            "job": ("/job/{job:path}", self._job),
+            "job": ("/job/{job:job}", self._job),
             "nodes": ("/nodes", self._nodes),
             "caches": ("/caches", self._caches),
             "compare": ("/compare", self._compare),
@@ -109,7 +120,7 @@ class Pages:
             json_path = f"/api/v1/{name}{path.removeprefix(f'/{name}').rstrip('/')}"
             found.append(Route(path, self._shown(name, answer), methods=["GET"]))
             found.append(Route(json_path, self._json_of(answer, of_weeks=name != "now"), methods=["GET"]))
-        one = "{attempt:int}/{restart:int}/{job:path}"
+        one = "{attempt:int}/{restart:int}/{job:job}"
         return [
             *found,
             Route(f"/start/{one}", self._guarded(self._start, of_weeks=True)),
@@ -165,7 +176,7 @@ class Pages:
         }
 
     def _jobs(self, connection: Connection, request: Request) -> Answer:
-        words = request.query_params.get("q", "")[:256]
+        words = written_name(request.query_params.get("q", ""))
         where, chosen = filter_of(request, words=words)
         return {**chosen, "q": words, "jobs": questions.jobs(connection, where, limit=_ROWS)}
 
@@ -414,7 +425,7 @@ def openapi() -> Answer:
     ]
     pattern = "^[0-9]{1,9}/[0-9]{1,9}/[^\\s]+$"
     sides = [_parameter(name, pattern=pattern, description="ATTEMPT/RESTART/JOB") for name in ("a", "b")]
-    job, named = _parameter("job", place="path", pattern="^[^\\n]+$"), _parameter("job", minLength=1)
+    job, named = (_parameter("job", place=place, minLength=1) for place in ("path", "query"))
     numbers = [
         _parameter(name, "integer", place="path", minimum=0, maximum=2**31 - 1) for name in ("attempt", "restart")
     ]

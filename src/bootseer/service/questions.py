@@ -37,7 +37,7 @@ from bootseer.service.schema import (
     storage_day,
     technique_start,
 )
-from bootseer.trace.event import FAILED
+from bootseer.trace.event import FAILED, written_name
 from bootseer.units import NS_PER_S
 
 Rows = list[dict[str, Any]]
@@ -80,8 +80,9 @@ class Filter:
         return any(name not in table.c for name, _ in self._wanted()) or bool(self.words)
 
     def _wanted(self) -> list[tuple[str, str | int]]:
-        names = ("team", "queue", "job", "bucket", "kind", "state")
-        return [(name, value) for name in names if (value := getattr(self, name)) is not None]
+        job = None if self.job is None else written_name(self.job)
+        each = {"team": self.team, "queue": self.queue, "job": job, "bucket": self.bucket, "kind": self.kind}
+        return [(name, value) for name, value in {**each, "state": self.state}.items() if value is not None]
 
     def before(self) -> Filter:
         """The same for the period of equal length before it."""
@@ -152,7 +153,7 @@ def open_starts(connection: Connection, job: str | None = None) -> Rows:
                start.c.bucket, start.c.cache_state, start.c.nodes_expected, start.c.nodes_heard, start.c.gpus,
                start.c.outcome, start.c.overhead_s, live.c.moment, live.c.updated_ns)
         .outerjoin_from(start, live, (live.c.job == start.c.job) & (live.c.attempt == start.c.attempt))
-        .where(start.c.state == OPEN, *([start.c.job == job] if job is not None else []))
+        .where(start.c.state == OPEN, *([start.c.job == written_name(job)] if job is not None else []))
         .order_by(start.c.began_ns.desc())
     ).mappings()  # fmt: skip
     found = []

@@ -138,7 +138,7 @@ def fingerprint(text: str) -> str:
 
 
 @functools.lru_cache(maxsize=64)
-def _written_name(text: str) -> str:
+def written_name(text: str) -> str:
     """A job's or node's name, the same in all lines. A long one is cut and ends with a digest: names often differ only
     at their ends (`NAME-4711`)."""
     if len(text) <= _MAX_NAME and len(json.dumps(text)) <= _NAME_BYTES:
@@ -154,7 +154,7 @@ def _encode(event: Event, attrs: Mapping[str, Any]) -> bytes:
         if name != "attrs" and value != default:
             record[name] = value
     for name in ("job", "node"):
-        record[name] = _written_name(record[name])
+        record[name] = written_name(record[name])
     if attrs:
         record["attrs"] = {str(key): _plain(value) for key, value in attrs.items()}
     text = json.dumps(record, separators=(",", ":"), default=str)
