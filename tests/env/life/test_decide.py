@@ -85,6 +85,12 @@ def test_what_was_found_and_asked_for_decides(
     assert (action is Action.RESTORE) == (decision.document is not None)
 
 
+def test_a_snapshot_from_the_future_names_the_clocks() -> None:
+    decision = decide("auto", Lookup("found", document(max_age_s=86400.0)), now_s=BUILT_S - 7200)
+    assert (decision.action, decision.code) == (Action.BUILD, "expired")
+    assert decision.reason == "built 2.0 hours in the future by this node's clock: it or that of node-1 is wrong"
+
+
 def test_every_combination_has_an_outcome_whose_code_is_explained() -> None:
     lookups = [NONE, DOWN, HERE, BROKEN, NEWER, FORGED, *(Lookup("found", each) for each in (FOUND, OLD))]
     modes = [mode for mode in MODES if mode != "bypass"]

@@ -198,7 +198,10 @@ def _applicable(
         # A rebuild would be refused where this one is used, and the two platforms would replace it in turns.
         yield Decision(Action.INSTALL, _REFUSED + refusal[0], refusal[1])
     if document.expired(now_s):
-        words = f"built {_age(now_s - document.built_s)} ago, may be {_age(document.max_age_s or 0)} old"
+        age_s, builder = now_s - document.built_s, document.builder
+        words = f"built {_age(age_s)} ago, may be {_age(document.max_age_s or 0)} old"
+        if age_s < 0:
+            words = f"built {_age(-age_s)} in the future by this node's clock: it or that of {builder} is wrong"
         if state == "unreachable":  # a new one could not be published now
             yield Decision(Action.INSTALL, "expired", words)
         yield Decision(Action.BUILD, "expired", words, replaces=document, replace=True)
