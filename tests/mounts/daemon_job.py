@@ -1,8 +1,8 @@
 """A program that starts a mount daemon: `daemon_job.py FOLDER IMAGE [LIFELINE]`.
 
 The image is served from the local file. Reads of its last MiB never return. With the file `broken` next to the image
-`open` fails, with `hang` it hangs, and with `bug` `close` fails; with `recover` a killed daemon is restarted, and then
-all reads return. Prints the daemon's process ID, then waits for a line on standard input.
+`open` fails, with `hang` it hangs, with `bug` `close` fails and with `endless` it never comes; with `recover` a killed
+daemon is restarted, and then all reads return. Prints the daemon's process ID, then waits for a line on standard input.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class ServedFile(Served):
     def __init__(self, image: Path, held_bytes: int, recorder: FileRecorder | None) -> None:
         self.recorder = recorder
         self.source = LocalSource(image, held_bytes)
-        self._bug = image.with_name("bug")
+        self._bug, self._endless = image.with_name("bug"), image.with_name("endless")
 
     def mount(self, target: Path, label: str, on_error: OnError, device: int | None) -> Session:
         tree = LazyFiles(self.source, [SimpleNamespace(identity="image", size_bytes=self.source.size)])
@@ -75,6 +75,11 @@ class ServedFile(Served):
 
     def status(self) -> dict[str, object]:
         return {"figure": 42}
+
+    def finish_writes(self) -> dict[str, object]:
+        if self._endless.exists():
+            threading.Event().wait()
+        return {}
 
     def close(self) -> None:
         self.source.close()

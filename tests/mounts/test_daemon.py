@@ -211,8 +211,8 @@ def test_it_ends_when_its_mount_is_taken_away(image: Path, start: Start) -> None
 
 def test_a_daemon_that_does_not_end_is_killed_and_reported(image: Path, start: Start) -> None:
     """Otherwise an unmount would end as if all data had been sent."""
+    (image.parent / "endless").touch()
     daemon, _ = start(image)
-    daemon.process.signal(signal.SIGSTOP)
     assert daemon.stop(timeout_s=0.3) == {"lost": ["what was not sent within 0.3 s"]}
     assert not daemon.process.alive
 
@@ -222,6 +222,16 @@ def test_an_error_at_its_end_is_in_its_log(image: Path, start: Start) -> None:
     daemon, _ = start(image)
     daemon.stop()
     assert "RuntimeError: unforeseen" in (daemon.folder / "log").read_text()
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_stopped_daemon_is_continued_for_its_end(image: Path, start: Start, restarted: bool) -> None:
+    if restarted:  # the process that serves is a child of the daemon
+        (image.parent / "recover").touch()
+    daemon, _ = start(image)
+    os.kill(int(str(daemon.status()["pid"])), signal.SIGSTOP)
+    assert daemon.stop() == {"stopped": True}
+    assert not daemon.process.alive
 
 
 def test_with_a_lifeline_it_ends_with_its_parent(image: Path, start: Start) -> None:

@@ -92,6 +92,11 @@ class Daemon(Struct, frozen=True):
         return reply
 
     def _ask(self, request: str, timeout_s: float = 5.0, waiting: Waiting = lambda: None) -> dict[str, object]:
+        if request != "status" and self.process.alive:
+            # If somebody has stopped it (SIGSTOP), it could neither unmount nor send what was written. The group also
+            # has the process that serves for a supervisor (`recovery`).
+            with contextlib.suppress(OSError):
+                os.killpg(os.getpgid(self.process.pid), signal.SIGCONT)
         until = time.monotonic() + _RESTART_S
         while True:
             try:
