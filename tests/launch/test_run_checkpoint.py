@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -132,6 +133,18 @@ def test_a_folder_for_it_that_is_a_loop_of_links_is_an_error(run: Run, tmp_path:
     words = ("--checkpoint", str(tmp_path / "plain"), "--checkpoint-dir", str(loop), "--checkpoint-read", "mount")
     ran = run("run", "-q", *words, "--", "true")
     assert (ran.returncode, ran.stderr.splitlines()[0]) == (2, f"bootseer: {loop}: not a folder")
+
+
+def _few_files() -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+
+
+def test_a_limit_of_open_files_that_is_too_low_for_a_mount_is_named(run: Run, job: Path) -> None:
+    ran = run("run", "-q", "--checkpoint", str(job), "--", "touch", "began", become=_few_files)
+    assert (ran.returncode, ran.stderr.splitlines()[0]) == (
+        2,
+        "bootseer: a mount needs 256 open files; ulimit -Hn allows 64",
+    )
 
 
 def test_options_of_a_checkpoint_need_one(run: Run) -> None:

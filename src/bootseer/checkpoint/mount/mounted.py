@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import time
 import zlib
 from collections.abc import Iterator, Mapping
@@ -39,6 +40,8 @@ END_S = 600.0
 _START_S = 60.0
 _WINDOW_S = 1800.0
 """The longest start that is recorded; `began` ends the recording earlier."""
+_LEAST_FILES = 256
+"""Eight files that are read at once take 80. With too few, reads fail with EIO."""
 _FOLDER = "checkpoints"
 _KIND = "fuse.bootseer"
 
@@ -146,9 +149,13 @@ def mount_checkpoint(
     `runtime` is the runtime folder. The daemon is forked: this process must not have used anything before that does not
     survive a fork. With `lifeline` the daemon ends with this process.
     `waiting` is called twice a second while the place does not answer; when it raises, the mount is cancelled. A mount
-    on `target` whose daemon is dead is removed first. Raises `UsageError` when something else is mounted there, and
-    errors of the place.
+    on `target` whose daemon is dead is removed first. Raises `UsageError` when something else is mounted there or
+    too few files may be open, and errors of the place.
     """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= most < _LEAST_FILES:
+        hint = "raise the hard limit where bootseer is started"
+        raise UsageError(f"a mount needs {_LEAST_FILES} open files; ulimit -Hn allows {most}", hint=hint)
     uri, request = request.uri, replace(request, uri=_absolute(request.uri))
     record = runtime_of(runtime)
     record.remove_stale()
