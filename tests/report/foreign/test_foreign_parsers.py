@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from bootseer.errors import UsageError
 from bootseer.report.analysis import prepare
 from bootseer.report.analysis.compose import analyse
 from bootseer.report.foreign.parser import Line, image_reference
@@ -397,6 +398,9 @@ def test_events_that_name_many_nodes_are_repeated_within_bounds(monkeypatch: pyt
     assert analyse(events, prepare.Options()).input.skipped == {"many_nodes": 7}
     malformed = begin._replace(attrs={"nodes": "n[1-", "parsed_from": "slurm"})
     assert prepare.of_one_job([malformed], prepare.Options()) == ([], 1)
+    with pytest.raises(UsageError, match="no events") as error:
+        analyse([malformed], prepare.Options())
+    assert "lists of nodes are malformed" in error.value.hint
     absurd = begin._replace(attrs={"nodes": 5, "parsed_from": "slurm"})
     assert prepare.of_one_job([absurd], prepare.Options()) == ([absurd], 0)
 

@@ -73,15 +73,18 @@ def analyse(
     Raises `UsageError` if there is nothing to report, or more than one job and none was chosen.
     """
     kept, duplicates = unique(events)
-    if not kept:
-        if facts and read is not None:
-            return untimed(options, facts, read)
-        hint = "start the job with `bootseer run`"
-        if read is not None and read.skipped.get("unit"):
-            hint = "the events have times in s, ms or µs: `wall_ns` and `mono_ns` must be in ns"
-        raise UsageError("no events in the input", hint=hint, exit_code=1)
-    analysis = Analysis(kept, options, facts=facts, read=read, duplicates=duplicates)
-    return analysis.report(chosen(analysis.startups, options))
+    if kept:
+        analysis = Analysis(kept, options, facts=facts, read=read, duplicates=duplicates)
+        if analysis.startups:
+            return analysis.report(chosen(analysis.startups, options))
+    if facts and read is not None:
+        return untimed(options, facts, read)
+    hint = "start the job with `bootseer run`"
+    if kept:
+        hint = "the scheduler's lists of nodes are malformed or too long"
+    elif read is not None and read.skipped.get("unit"):
+        hint = "the events have times in s, ms or µs: `wall_ns` and `mono_ns` must be in ns"
+    raise UsageError("no events in the input", hint=hint, exit_code=1)
 
 
 class Analysis:
