@@ -8,9 +8,11 @@ however many peers wait for it; those get `102` at once and repeatedly until the
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import secrets
 import socket
 import struct
+import termios
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -39,6 +41,8 @@ _AGAIN_S: Final = 0.2
 _MAX_UNKNOWN: Final = 4096
 _SO_MAX_PACING_RATE: Final = 47
 _UNLIMITED: Final = (1 << 64) - 1
+_PACE_S: Final = 0.2
+"""After this time, connections that have nothing to send any more lose their shares of the limit."""
 _CS1: Final = 8 << 2
 """Low priority, in the upper bits of the traffic class (predecessor of RFC 8622, known to switches)."""
 
@@ -109,6 +113,9 @@ class Server:
         self._connections: set[socket.socket] = set()
         self._idle: dict[socket.socket, None] = {}
         """Connections without a request, the longest waiting first: they are closed to make room for others."""
+        self._sending: set[socket.socket] = set()
+        """Connections with a share of the limit."""
+        self._paced_s = float("-inf")
         self._closed = False
         self._first_asked_s: dict[str, float] = {}
         """When each file was requested first."""
@@ -166,7 +173,6 @@ class Server:
                 if not is_full:
                     self._connections.add(sock)
                     self._idle[sock] = None
-                    self._pace()
             try:
                 if is_full:
                     raise TransientError("too many connections")
@@ -189,8 +195,10 @@ class Server:
             sock.sendall(encode_answer(429))
 
     def _pace(self) -> None:
-        """Divide the rate among the connections. Under the lock."""
-        rate = _UNLIMITED if self._max_rate is None else max(self._max_rate // max(len(self._connections), 1), 1)
+        """Divide the rate among the connections that send. Under the lock."""
+        self._paced_s = time.monotonic()
+        self._sending = {sock for sock in self._connections if sock not in self._idle or _has_unsent(sock)}
+        rate = _UNLIMITED if self._max_rate is None else max(self._max_rate // max(len(self._sending), 1), 1)
         for sock in self._connections:
             with contextlib.suppress(OSError):
                 sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, struct.pack("=Q", rate))
@@ -218,7 +226,6 @@ class Server:
         finally:
             with self._lock:
                 self._connections.discard(connection.sock)
-                self._pace()
 
     def _next_head(self, connection: Connection) -> Head | None:
         with self._lock:
@@ -228,6 +235,10 @@ class Server:
         finally:
             with self._lock:
                 self._idle.pop(connection.sock, None)
+                # Most connections of a node are idle at any time. One that gets a share reduces the others at once.
+                is_new = connection.sock not in self._sending
+                if self._max_rate is not None and (is_new or time.monotonic() >= self._paced_s + _PACE_S):
+                    self._pace()
 
     def _end(self, sock: socket.socket) -> None:
         """Close an idle connection to make room for another one. Under the lock."""
@@ -313,3 +324,11 @@ class Server:
         with self._lock:
             self.served.bytes_sent += sent
             self.served.by_interface[connection.local] = self.served.by_interface.get(connection.local, 0) + sent
+
+
+def _has_unsent(sock: socket.socket) -> bool:
+    """Whether the kernel still sends: `sendfile` returns as soon as the socket's buffer has room for the rest."""
+    try:
+        return any(fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)))
+    except (OSError, ValueError):  # closed
+        return False
