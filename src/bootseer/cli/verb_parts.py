@@ -31,8 +31,13 @@ class MayHaveCommand(click.Command):
         if "--" in args:
             place = args.index("--")
             ctx.meta["command"] = tuple(args[place + 1 :])
-            args = args[:place]
-        return super().parse_args(ctx, args)
+            return super().parse_args(ctx, args[:place])
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:
+            if error.message.startswith(("Got unexpected", "No such")) and not getattr(error, "possibilities", ()):
+                error.message += f"\nhint: a command goes after --, as in `{ctx.command_path} ... -- python train.py`"
+            raise
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
         return [*super().collect_usage_pieces(ctx), self.command_usage]
@@ -85,13 +90,8 @@ def _type(option: Option) -> click.ParamType[Any] | None:
 
 def json_option(schema: str) -> Callable[[Any], Any]:
     """The option `--json`; the verb gets an `Output` as `output`."""
-    return click.option(
-        "--json",
-        "output",
-        is_flag=True,
-        help=f"Print JSON (schema {schema}).",
-        callback=lambda ctx, param, value: Output(schema, value),
-    )
+    return click.option("--json", "output", is_flag=True, help=f"Print JSON (schema {schema}).",
+                        callback=lambda ctx, param, value: Output(schema, value))  # fmt: skip
 
 
 class Group(click.Group):
