@@ -280,7 +280,7 @@ def test_a_mistake_is_one_line_and_a_hint(run: Run, tmp_path: Path, words: tuple
 
 
 def test_a_command_without_dashes_before_it_is_a_mistake_with_a_hint(run: Run) -> None:
-    hint = "hint: a command goes after --, as in `bootseer image run ... -- python train.py`"
+    hint = "hint: a command goes after --, as `bootseer image run ... -- python train.py`"
     for words in (("sh",), ("python", "-c", "print()")):
         ran = run("image", "run", "127.0.0.1:1/a:1", *words)
         assert (ran.returncode, ran.stderr.splitlines()[-1]) == (2, hint)

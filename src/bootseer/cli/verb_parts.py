@@ -36,7 +36,8 @@ class MayHaveCommand(click.Command):
             return super().parse_args(ctx, args)
         except click.UsageError as error:
             if error.message.startswith(("Got unexpected", "No such")) and not getattr(error, "possibilities", ()):
-                error.message += f"\nhint: a command goes after --, as in `{ctx.command_path} ... -- python train.py`"
+                hint = f"a command goes after --, as `{ctx.command_path} ... -- python train.py`"
+                raise click.UsageError(f"{error.message}\nhint: {hint}", ctx) from error
             raise
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
@@ -52,8 +53,7 @@ class WithCommand(MayHaveCommand):
         words = args[: args.index("--")] if "--" in args else args
         is_help = {"-h", "--help"}.intersection(words)
         if len(args) <= len(words) + 1 and not is_help and not ctx.resilient_parsing:  # the last: shell completion
-            example = f"`{ctx.command_path} ... -- python train.py`"
-            raise click.UsageError(f"no command: put it after --, as in {example}", ctx=ctx)
+            raise click.UsageError(f"no command: put it after --, as `{ctx.command_path} ... -- python train.py`", ctx)
         return super().parse_args(ctx, args)
 
 
