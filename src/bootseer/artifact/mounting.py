@@ -171,16 +171,14 @@ class MountHandle:
 
     def end_startup(self) -> dict[str, object]:
         """Report the end of the startup to the daemon; returns the startup's figures."""
-        numbers: dict[str, object] = {"demand_bytes": 0, "hot_bytes": 0, "cold_bytes": 0, "requests": 0, **self._pulled}
-        if self._daemon is None:
-            return numbers
-        try:
-            self._daemon.end_startup()
-            status = self._daemon.status()
-        except BootseerError as error:
-            if self._daemon.process.alive:  # its death is reported by `report_problems`
-                self._say(f"{error}; what this start cost is not known")
-            return numbers
+        status: Mapping[str, Any] = {}
+        if self._daemon is not None:
+            try:
+                self._daemon.end_startup()
+                status = self._daemon.status()
+            except BootseerError as error:
+                if self._daemon.process.alive:  # its death is reported by `report_problems`
+                    self._say(f"{error}; what this start cost is not known")
         return numbers_of(status, self._pulled)
 
     def report_problems(self) -> str:
