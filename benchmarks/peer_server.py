@@ -21,6 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -105,12 +106,10 @@ def _loaded(mode: str, data: Path) -> Iterator[_Loaded]:
 def _ask_all(address: str, ask: Callable[[str, int, int], None]) -> float:
     """MiB/s of all connections together, over 1 GiB."""
     num_each = (1 << 30) // _BLOCK // _CONNECTIONS
-    threads = [threading.Thread(target=ask, args=(address, number, num_each)) for number in range(_CONNECTIONS)]
     began_s = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(_CONNECTIONS) as threads:
+        for asked in [threads.submit(ask, address, number, num_each) for number in range(_CONNECTIONS)]:
+            asked.result()
     return 1024 / (time.perf_counter() - began_s)
 
 
@@ -123,14 +122,12 @@ def _ask(address: str, number: int, num_each: int) -> None:
     from bootseer.peers.client import Client
     from bootseer.peers.protocol import Request
 
-    client = Client(_SECRET)
-    client.probe(address)
-    connection, signer = client._connection(address, 30.0)
+    connection, _ = Client(_SECRET)._connect(address, 30.0)
     connection.sock.settimeout(60.0)
     into = bytearray(_BLOCK)
     for at in range(num_each):
         start = _block(number, at, num_each)
-        connection.send(signer.encode(Request(_IDENTITY, start, _BLOCK, Level.GLOBAL, "m"), address))
+        connection.send(connection.signer.encode(Request(_IDENTITY, start, _BLOCK, Level.GLOBAL, "m"), address))
         connection.read_head()
         left = _BLOCK - len(connection._received)
         connection._received = b""
