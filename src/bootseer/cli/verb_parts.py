@@ -90,8 +90,13 @@ def _type(option: Option) -> click.ParamType[Any] | None:
 
 def json_option(schema: str) -> Callable[[Any], Any]:
     """The option `--json`; the verb gets an `Output` as `output`."""
-    return click.option("--json", "output", is_flag=True, help=f"Print JSON (schema {schema}).",
-                        callback=lambda ctx, param, value: Output(schema, value))  # fmt: skip
+    return click.option(
+        "--json",
+        "output",
+        is_flag=True,
+        help=f"Print JSON (schema {schema}).",
+        callback=lambda ctx, param, value: Output(schema, value),
+    )
 
 
 class Group(click.Group):

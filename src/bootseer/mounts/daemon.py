@@ -93,7 +93,7 @@ class Daemon(Struct, frozen=True):
 
     def _ask(self, request: str, timeout_s: float = 5.0, waiting: Waiting = lambda: None) -> dict[str, object]:
         if request != "status" and self.process.alive:
-            # If somebody has stopped it (SIGSTOP), it could neither unmount nor send what was written. The group also
+            # If it was stopped (SIGSTOP), it could neither unmount nor send what was written. The group also
             # has the process that serves for a supervisor (`recovery`).
             with contextlib.suppress(OSError):
                 os.killpg(os.getpgid(self.process.pid), signal.SIGCONT)
