@@ -13,6 +13,7 @@ import os
 import random
 import shutil
 import tarfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -190,6 +191,7 @@ def mounted_image(runtime: Runtime, state: MountState, cache: Path) -> MountedIm
     made = SimpleNamespace(
         runtime=runtime,
         daemon=None,
+        pulled=Counter(),
         say=lambda line: None,
         options=SimpleNamespace(cache=cache),
         lifeline=False,
