@@ -3,7 +3,8 @@
 The server: one process, 64 connections (its limit of 32 is raised for it), a file of 256 KiB blocks in memory. The
 client discards the data (`MSG_TRUNC`), which costs little. The baseline is threads that only call sendfile. The
 interfaces: a service in a network namespace with two links, each limited by the kernel's tbf; a fetcher on the other
-side pulls a block file, over one link and over both.
+side pulls a block file, over one link and over both. The send limit: one connection to a server with a limit, alone and
+beside idle connections.
 """
 
 from __future__ import annotations
@@ -23,13 +24,16 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from statistics import median
 
 from harness import ROOT, Benchmark, Must, Outcome
 from link import run
 
 _MIB = 1 << 20
 _CONNECTIONS = 64
+_IDLE = 28
 _BLOCK = 256 << 10
 _FILE_MIB = 256
 _LINK_MBIT = 100
@@ -40,7 +44,8 @@ _METHOD = (
     "the server's processor time and peak memory are those of its whole process, including the service's imports, "
     f"for all rounds together; {_CONNECTIONS} connections request 256 KiB at a time without pauses, over loopback. "
     "Rounds alternate with those of threads that only call sendfile for each request of one byte. The links have "
-    f"{_LINK_MBIT} Mbit/s each (tbf) and no latency; arms alternate, each pull into a new cache."
+    f"{_LINK_MBIT} Mbit/s each (tbf) and no latency; arms alternate, each pull into a new cache. "
+    f"'limited': one connection to a server with a limit of 1 GiB/s, alone and then beside {_IDLE} idle ones"
 )
 
 
@@ -63,6 +68,7 @@ def measure(quick: bool) -> Outcome:
             Must("served for a second of the server's processor", rounds / cost["cpu_s"], 3.0, "GiB", at_least=True),
             Must("the server's peak memory", cost["peak_bytes"] / _MIB, 40.0, "MiB"),
             Must("two links against one (best of each)", one / both, 1.9, "x", at_least=True),
+            Must("with a limit, beside idle connections / alone", _shared(rates), 0.8, "x", at_least=True),
         ],
         details={"loopback_mib_s": rates, "server": cost, "sendfile alone": bare_cost},
         method=_METHOD,
@@ -71,6 +77,8 @@ def measure(quick: bool) -> Outcome:
 
 def _load(folder: Path, rounds: int) -> tuple[dict[str, list[float]], dict[str, float], dict[str, float]]:
     """MiB/s of each round of both servers, and the total costs of each: processor seconds, peak memory, bytes."""
+    from bootseer.peers.client import Client
+
     data = folder / "data"
     with data.open("wb") as file:
         for _ in range(_FILE_MIB):
@@ -80,7 +88,18 @@ def _load(folder: Path, rounds: int) -> tuple[dict[str, list[float]], dict[str, 
         for _ in range(rounds):
             rates["server"].append(_ask_all(server.address, _ask))
             rates["sendfile alone"].append(_ask_all(bare.address, _ask_bare))
+    with _loaded("limited", data) as limited, contextlib.ExitStack() as idle:
+        for name in ("limited, alone", "limited, beside idle ones"):
+            rates[name] = [_ask_all(limited.address, _ask, connections=1) for _ in range(rounds)]
+            for _ in range(_IDLE):
+                client = Client(_SECRET)
+                idle.callback(client.close)
+                client.probe(limited.address)
     return rates, server.cost, bare.cost
+
+
+def _shared(rates: dict[str, list[float]]) -> float:
+    return median(rates["limited, beside idle ones"]) / median(rates["limited, alone"])
 
 
 @dataclass
@@ -103,12 +122,12 @@ def _loaded(mode: str, data: Path) -> Iterator[_Loaded]:
             loaded.cost = json.loads(process.stdout.readline())
 
 
-def _ask_all(address: str, ask: Callable[[str, int, int], None]) -> float:
+def _ask_all(address: str, ask: Callable[[str, int, int], None], connections: int = _CONNECTIONS) -> float:
     """MiB/s of all connections together, over 1 GiB."""
-    num_each = (1 << 30) // _BLOCK // _CONNECTIONS
+    num_each = (1 << 30) // _BLOCK // connections
     began_s = time.perf_counter()
-    with ThreadPoolExecutor(_CONNECTIONS) as threads:
-        for asked in [threads.submit(ask, address, number, num_each) for number in range(_CONNECTIONS)]:
+    with ThreadPoolExecutor(connections) as threads:
+        for asked in [threads.submit(ask, address, number, num_each) for number in range(connections)]:
             asked.result()
     return 1024 / (time.perf_counter() - began_s)
 
@@ -180,7 +199,7 @@ def _tell_cost(listening: socket.socket, before: resource.struct_rusage) -> None
     print(json.dumps({"cpu_s": cpu_s, "peak_bytes": used.ru_maxrss << 10}), flush=True)
 
 
-def _serve_load(path: str) -> None:
+def _serve_load(path: str, max_rate: int | None = None) -> None:
     """In a child process: serve the file until SIGTERM, then print the costs."""
     from bootseer.peers import server, service  # the service's imports use memory too
 
@@ -204,7 +223,7 @@ def _serve_load(path: str) -> None:
             return iter(())
 
     listening = socket.create_server(("127.0.0.1", 0), backlog=128)
-    serving = server.Server([listening], _SECRET, {_IDENTITY: File()}.get)
+    serving = server.Server([listening], _SECRET, {_IDENTITY: File()}.get, max_rate=max_rate)
     _tell_cost(listening, resource.getrusage(resource.RUSAGE_SELF))
     assert serving.served.bytes_sent, "the process was asked for something"
 
@@ -335,4 +354,5 @@ BENCHMARK = Benchmark(
 )
 
 if __name__ == "__main__":
-    {"load": _serve_load, "bare": _serve_bare, "serve": _serve}[sys.argv[1]](sys.argv[2])
+    limited = partial(_serve_load, max_rate=1 << 30)
+    {"load": _serve_load, "limited": limited, "bare": _serve_bare, "serve": _serve}[sys.argv[1]](sys.argv[2])
