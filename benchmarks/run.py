@@ -35,6 +35,7 @@ NAMES = (
     "checkpoint",
     "buckets",
     "small_files",
+    "secured_hdfs",
     "nodes",
     "nodes_parts",
     "nodes_faults",
