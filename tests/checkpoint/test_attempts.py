@@ -130,6 +130,24 @@ def test_a_checkpoint_is_restored_if_its_replacement_was_never_published(place: 
     assert list((job / ".attempts").iterdir()) == []
 
 
+def test_the_version_that_a_writer_of_this_machine_had_hidden_is_restored_as_soon_as_that_has_ended(
+    place: Place, job: Path
+) -> None:
+    place.make_folder("step-1")
+    place.write_bytes("step-1/file", b"old")
+    with Attempt(place, "step-1") as attempt:
+        write_attempt(place, attempt, b"new")
+        place.rename("step-1", f"{attempt.path}.old")
+        lease = json.loads((job / f"{attempt.path}.lease").read_bytes())
+        # An earlier process with this pid.
+        machine, pid, started = lease["process"].rsplit(" ", 2)
+        lease["process"] = f"{machine} {pid} {int(started) - 1}"
+        place.write_bytes(f"{attempt.path}.lease", json.dumps(lease).encode())
+        assert collect(place, "") == 1
+        assert place.read_bytes("step-1/file", 9) == b"old"
+        assert list((job / ".attempts").iterdir()) == []
+
+
 def write_attempt(place: Place, attempt: Attempt, data: bytes) -> None:
     place.write_bytes(f"{attempt.path}/file", data)
 
@@ -183,7 +201,8 @@ def test_a_checkpoint_that_could_not_be_restored_at_once_is_restored_by_collecti
             raise TransientError("no NameNode answers")
 
     stepwise.before = fail
-    with pytest.raises(TransientError), Attempt(stepwise, "step-1") as attempt:  # type: ignore[arg-type]
+    hidden = pytest.raises(TransientError, match=r"no NameNode answers; the previous version is hidden.*ckpt clean")
+    with hidden, Attempt(stepwise, "step-1") as attempt:  # type: ignore[arg-type]
         write_attempt(place, attempt, b"new")
         attempt.publish(replace=True)
     assert not (job / "step-1").exists()

@@ -191,7 +191,7 @@ class Attempt:
         """Rename the folder to the target. Raises `AlreadyExistsError` if the target exists.
 
         With `replace` the previous version is removed. For a moment there is no target: places cannot exchange two
-        folders. After a crash in this moment `collect` restores the previous version.
+        folders. After a crash in this moment `collect` restores the previous version: on the same machine at once.
         """
         self._check_lease()
         replaced = self._replaced_id() if replace else None
@@ -204,6 +204,11 @@ class Attempt:
             self._put_back()
             if isinstance(error, NotFoundError):
                 self._check_lease()
+            if self._has_old and isinstance(error, TransientError):
+                job = self._place.uri_of(folder_of(self._target))
+                raise TransientError(
+                    f"{error}; the previous version is hidden: after this process, `bootseer ckpt clean {job}` shows it"
+                ) from error
             raise
         self._drop_old()
         if not self._has_old:  # otherwise `collect` may restore it
@@ -322,10 +327,12 @@ def _collect_attempts(place: Place, attempts: str, oldest_s: float) -> int:
         elif name.endswith(GONE) or entry.mtime_ns / 1e9 < oldest_s:
             removed += _delete(place, entry.path)
     for one in ids:
-        lease = entries.get(one + _LEASE)
-        if lease is not None and lease.mtime_ns / 1e9 >= oldest_s:
+        lease, path = entries.get(one + _LEASE), f"{attempts}/{one}"
+        # While the target's previous version is hidden, it is missing to readers: a writer of this machine that has
+        # ended is not waited for.
+        is_hiding = one + _OLD in entries and _has_ended(_lease_at(place, path).get("process"))
+        if lease is not None and lease.mtime_ns / 1e9 >= oldest_s and not is_hiding:
             continue
-        path = f"{attempts}/{one}"
         if lease is None and exists(place.stat, path + _LEASE):
             continue  # made after the listing had passed its name: an attempt that has just begun
         if one + _OLD in entries:
