@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ import pytest
 
 from bootseer.errors import AccessError, PermanentError, TransientError
 from bootseer.fuse.syscalls import failure
+from bootseer.io.proc import open_files
 from bootseer.mounts import kernel
 from bootseer.mounts.kernel import is_mounted_anywhere
 from bootseer.mounts.namespace import Built, Namespace, overlay_in_place
@@ -90,6 +92,22 @@ def test_what_the_helper_tells_and_hands_over_arrives(place: Path) -> None:
     with contextlib.closing(Namespace.create(build)) as namespace:
         assert namespace.facts == {"points": ["/", "/a b"]}
         assert (namespace.folder("folder") / "x").read_text() == "handed over"
+
+
+def test_a_helper_holds_more_mounts_than_the_soft_limit_of_open_files(place: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = max(open_files()) + 50
+
+    def build() -> Built:
+        held = [kernel.clone_mount(place) for _ in range(most)]
+        return Built({"held": len(held)})
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    try:
+        with contextlib.closing(Namespace.create(build)) as namespace:
+            assert namespace.facts == {"held": most}
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_errors_of_the_helper_are_raised_here() -> None:

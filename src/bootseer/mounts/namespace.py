@@ -13,6 +13,7 @@ import errno
 import fcntl
 import functools
 import os
+import resource
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -180,6 +181,10 @@ def _run_helper(
 ) -> NoReturn:
     """In the child: create the namespace, report it, and stay alive until the parent has opened it."""
     try:
+        # Mounts are held by descriptors until they are attached, and a node may have thousands of mounts.
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         if user:
             user_namespace.enter_new(functools.partial(_ask_for_ids, answer_write, release_read))
         else:

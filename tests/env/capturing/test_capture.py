@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -16,9 +17,13 @@ from pathlib import Path
 import pytest
 
 from bootseer.env.capturing.capture import open_capture
+from bootseer.env.capturing.overlay import Plan, build_root
+from bootseer.errors import BootseerError
+from bootseer.io.proc import open_files
 from bootseer.mounts import kernel
 from bootseer.mounts.kernel import is_mounted_anywhere
 from bootseer.mounts.layers import mount_overlay
+from bootseer.mounts.namespace import Built, Namespace
 from env.capturing.captured import DEADLINE_S, Machine
 from in_capture import run_in
 from once import lent_python_with_pip
@@ -363,6 +368,16 @@ def test_a_full_upper_layer_is_reported(machine: Machine) -> None:
     assert ended.said["code"] != 0
     assert "No space left" in ended.error
     assert ended.said["trouble"] == f"the disk of {disk}/captures for what the setup writes is full"
+
+
+def test_a_view_that_would_lack_mounts_for_too_few_open_files_is_an_error(tmp_path: Path) -> None:
+    def build() -> Built:
+        most = max(open_files()) + 5  # of more mounts that every machine has
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        return build_root(Plan(tmp_path, ()))
+
+    with pytest.raises(BootseerError, match="Too many open files"):
+        Namespace.create(build)
 
 
 def test_the_view_can_be_read_from_outside_and_sources_too(tmp_path: Path) -> None:

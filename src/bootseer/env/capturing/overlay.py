@@ -13,6 +13,7 @@ These functions run in the helper child of a `Namespace`.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bootseer.errors import BootseerError, PermanentError
-from bootseer.fuse.syscalls import MS_RDONLY
+from bootseer.fuse.syscalls import MS_RDONLY, number_of
 from bootseer.mounts import kernel, user_namespace
 from bootseer.mounts.kernel import Mount, depth, is_below, mount_table, visible
 from bootseer.mounts.layers import WHOLE_FILES, copy_attributes, short_names
@@ -179,6 +180,8 @@ def build_root(plan: Plan) -> Built:
                     builder.notes.append(f"{path} is not captured: {error}")
             attach.append((path, kernel.clone_mount(Path(path), recursive=mount is None or not takes_overlay(mount))))
         except BootseerError as error:
+            if number_of(error) == errno.EMFILE:  # all others would be missing too
+                raise
             builder.notes.append(f"{path} is not shown: {error}")
     attach += _captured_inside(builder, rows)
     tree = plan.folder / TREE
