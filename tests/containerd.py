@@ -163,9 +163,11 @@ class Containerd:
     def pull(self, image: str) -> None:
         self.cri("PullImage", f(1, f(1, image)))
 
-    def start_pod(self, image: str, command: Sequence[str], name: str = "pod") -> tuple[str, str]:
+    def start_pod(
+        self, image: str, command: Sequence[str], name: str = "pod", *, mounts: Mapping[Path, str] | None = None
+    ) -> tuple[str, str]:
         """Start a pod with one container that runs the command; returns the ids of both. The container's output is in
-        `logs/NAME.log`."""
+        `logs/NAME.log`. `mounts`: the node's files to their places in the container."""
         logs = self.folder / "logs"
         logs.mkdir(exist_ok=True)
         metadata = f(1, name) + f(2, f"uid-{name}") + f(3, "default")
@@ -173,7 +175,8 @@ class Containerd:
         sandbox = f(1, metadata) + f(3, str(logs)) + f(8, f(2, host))
         pod = self.cri("RunPodSandbox", f(1, sandbox)).text(1)
         words = b"".join(f(3, word) for word in command)
-        container = f(1, f(1, name)) + f(2, f(1, image)) + words + f(11, f"{name}.log")
+        bound = b"".join(f(7, f(1, place) + f(2, str(file)) + f(3, 1)) for file, place in (mounts or {}).items())
+        container = f(1, f(1, name)) + f(2, f(1, image)) + words + bound + f(11, f"{name}.log")
         created = self.cri("CreateContainer", f(1, pod) + f(2, container) + f(3, sandbox)).text(1)
         self.cri("StartContainer", f(1, created))
         return pod, created

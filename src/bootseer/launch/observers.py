@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import socket
 import sys
 import threading
 import time
@@ -148,6 +149,7 @@ _LAST_S = 1.0
 EXPORT_S = 30.0
 """Limit of `export_spool` after the command: a short one ends before OpenTelemetry is imported."""
 COMMAND_ENDED = "end"
+_CONNECT_S = 1.0
 _POLL_S = 1.0
 
 
@@ -169,6 +171,30 @@ class StartReport:
                 self._is_sent = True
                 with reporting_errors("the record of the start is not complete"):
                     self._record(until)
+
+
+class PodStart:
+    """In a pod: tells the node's snapshotter that the start goes on, then that training has begun, so that it records
+    what the whole start reads from the image (docs/kubernetes.md)."""
+
+    def __init__(self, session: Session, path: str) -> None:
+        """Connect to the socket that the node shares with the pod. Raises `OSError`."""
+        self._socket = socket.socket(socket.AF_UNIX)
+        try:
+            self._socket.settimeout(_CONNECT_S)
+            self._socket.connect(path)
+        except OSError:
+            self.close()
+            raise
+        StartReport(session, self._record)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _record(self, until: str) -> None:
+        if until == TRAINING_BEGAN:
+            with suppress(OSError):  # the root is no image of the snapshotter, or that was restarted
+                self._socket.send(b"1")
 
 
 def report_when_training_begins(session: Session, ended: threading.Event) -> None:

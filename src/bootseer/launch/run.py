@@ -9,6 +9,7 @@ Imported before every job: what only some runs need is imported where it is need
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
@@ -17,6 +18,9 @@ from bootseer.launch import supervise
 from bootseer.launch.command import Options, run_command
 from bootseer.launch.session import Session, Unmeasured
 from bootseer.launch.supervise import say
+
+_POD_SOCKET = "/run/bootseer/starts/socket"
+"""Of the node's snapshotter (`snapshotter.starts`), where pods mount its folder."""
 
 
 def run(command: Sequence[str], options: Options, env: Mapping[str, str]) -> int:
@@ -46,6 +50,8 @@ def run(command: Sequence[str], options: Options, env: Mapping[str, str]) -> int
 
                 session.peers = PeersStart(options.peers, session, env)
                 variables |= parts.enter_context(session.peers)
+            if options.image is None and os.path.exists(_POD_SOCKET):
+                _report_to_node(session, parts)
             if options.checkpoint is not None:
                 from bootseer.launch.checkpoint import CheckpointStart
 
@@ -116,6 +122,15 @@ def _start_warm(
         session.warm = parts.enter_context(WarmStart(session, command, env, environment, options.warm))
     except (BootseerError, OSError) as error:  # there is no folder for records
         say(f"not warm: {error}")
+
+
+def _report_to_node(session: Session, parts: ExitStack) -> None:
+    from bootseer.launch.observers import PodStart
+
+    try:
+        parts.callback(PodStart(session, _POD_SOCKET).close)
+    except OSError as error:
+        say(f"the node's snapshotter does not learn when training begins: {error}")
 
 
 def _run_unmeasured(command: Sequence[str], options: Options, env: Mapping[str, str]) -> int:

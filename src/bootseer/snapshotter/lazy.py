@@ -106,7 +106,8 @@ class LazyImages:
         """By digest: held while an image is mounted or unmounted, and until its new snapshot is recorded."""
         self._failed: dict[str, tuple[float, str]] = {}
         """By digest: when it could not be mounted, and why."""
-        self._timed: set[str] = set()
+        self._timed: dict[str, threading.Timer] = {}
+        """By digest: ends the record of the start of the image's first container."""
         self._pulled: dict[str, str] = {}
         """For each image that is pulled normally, the chain id of its latest layer."""
 
@@ -175,10 +176,20 @@ class LazyImages:
     def begin(self, name: str) -> None:
         """A container of the image is created: schedule the end of its start's record."""
         digest = name.partition("-")[0]
-        if not self._settings.workload or digest in self._timed:
-            return
-        self._timed.add(digest)
-        timer = threading.Timer(self._settings.record_s, self._end_startup, (digest,))
+        if self._settings.workload and digest not in self._timed:
+            self._schedule(digest, self._settings.record_s)
+
+    def reschedule(self, name: str, after_s: float | None = None) -> None:
+        """End the record of the image's start after this time from now (None: the usual one), unless it has ended."""
+        digest = name.partition("-")[0]
+        with self._lock:
+            timer = self._timed.get(digest)
+            if timer is not None and not timer.finished.is_set():
+                timer.cancel()
+                self._schedule(digest, self._settings.record_s if after_s is None else after_s)
+
+    def _schedule(self, digest: str, after_s: float) -> None:
+        self._timed[digest] = timer = threading.Timer(after_s, self._end_startup, (digest,))
         timer.daemon = True
         timer.start()
 
@@ -205,7 +216,7 @@ class LazyImages:
                     (self._folder / digest).rmdir()
                 (self._folder / f"{digest}.json").unlink(missing_ok=True)  # last: `release_unknown` goes by it
                 self._lookups.pop(f"sha256:{digest}", None)
-                self._timed.discard(digest)
+                self._timed.pop(digest, None)
                 self._failed.pop(digest, None)
 
     def release_unknown(self, used: Callable[[], Collection[str]]) -> None:

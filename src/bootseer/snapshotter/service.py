@@ -32,6 +32,7 @@ from bootseer.io.locks import claim
 from bootseer.io.tasks import Tasks
 from bootseer.logs import logger
 from bootseer.machine.check import Check
+from bootseer.snapshotter import starts
 from bootseer.snapshotter.lazy import LazyImages, Settings, root_folder
 from bootseer.snapshotter.records import ACTIVE, VIEW, ExistsError, Record, RefusedError, matching
 from bootseer.snapshotter.snapshots import Mount, Snapshots
@@ -39,6 +40,8 @@ from bootseer.snapshotter.snapshots import Mount, Snapshots
 _LOG = logger(__name__)
 SERVICE = "containerd.services.snapshots.v1.Snapshots"
 SOCKET = "snapshotter.sock"
+_STARTS = "starts/socket"
+"""Below the runtime folder, see `starts`."""
 CHECK = "containerd"
 """The name of the doctor's check."""
 _CHECK_S = 3.0
@@ -68,7 +71,8 @@ def run_snapshotter(root: Path, socket: Path, settings: Settings, stop: threadin
         raise UsageError(f"{socket}: too long for a socket", hint=f"at most {_MAX_SOCKET} bytes")
     root_folder(root)
     lock = claim(root / "lock", f"another snapshotter serves {root}", "name another folder with --root")
-    snapshots = Snapshots(root, LazyImages(root, settings))
+    images = LazyImages(root, settings)
+    snapshots = Snapshots(root, images)
     own_folder(socket.parent, otherwise="name another socket with --socket")
     if socket.exists() and not stat.S_ISSOCK(socket.stat().st_mode):
         raise UsageError(f"{socket}: a file of this name exists", hint="name another socket with --socket")
@@ -92,6 +96,7 @@ def run_snapshotter(root: Path, socket: Path, settings: Settings, stop: threadin
     threading.Thread(target=snapshots.remount, name="bootseer-remount", daemon=True).start()
     if passed is not None:
         threading.Thread(target=_accept, args=(passed, socket, stop), name="bootseer-accept", daemon=True).start()
+    starts.start(Path(settings.runtime) / _STARTS, images, snapshots.image_of, stop)
     _LOG.info("serves %s on %s", root, socket if passed is None else passed.getsockname())
     notify("READY=1")
     try:

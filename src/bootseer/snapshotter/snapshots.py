@@ -167,6 +167,14 @@ class Snapshots:
             except (BootseerError, OSError) as error:
                 _LOG.warning("image %s is not mounted: %s", image, error)
 
+    def image_of(self, changes: Path) -> str:
+        """The layer of a converted image (`LazyImages.layer`) on which the container with these changes runs, or ""."""
+        with contextlib.suppress(BootseerError):
+            for record in self.records.all():
+                if record.kind == ACTIVE and record.parent and self._files(record) == changes:
+                    return self.records.get(record.parent).image
+        return ""
+
     def _files(self, record: Record) -> Path:
         return self._folder / str(record.id) / "fs"
 
