@@ -38,7 +38,8 @@ def test_the_record_ends_when_a_container_reports_that_training_has_begun(node: 
     program = {Path(place).resolve(): place for place in ("/usr", "/lib", "/lib64", sys.base_prefix, sys.prefix)}
     source = Path(__file__).parents[2] / "src"
     place = Path(node.env["BOOTSEER_RUNTIME"]) / _STARTS
-    with containerd(node.folder / "c", node.env, pause(node), options=["--record", "3600", "--loading", "lazy"]) as running:
+    options = ["--record", "3600", "--loading", "lazy"]
+    with containerd(node.folder / "c", node.env, pause(node), options=options) as running:
         with socket.socket(socket.AF_UNIX) as outsider:  # which runs no image
             outsider.settimeout(_WAIT_S)
             outsider.connect(str(place))
