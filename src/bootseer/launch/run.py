@@ -51,7 +51,7 @@ def run(command: Sequence[str], options: Options, env: Mapping[str, str]) -> int
                 session.peers = PeersStart(options.peers, session, env)
                 variables |= parts.enter_context(session.peers)
             if options.image is None and os.path.exists(_POD_SOCKET):
-                _report_to_node(session, parts)
+                _report_to_node(options, session, env, parts)
             if options.checkpoint is not None:
                 from bootseer.launch.checkpoint import CheckpointStart
 
@@ -124,9 +124,12 @@ def _start_warm(
         say(f"not warm: {error}")
 
 
-def _report_to_node(session: Session, parts: ExitStack) -> None:
+def _report_to_node(options: Options, session: Session, env: Mapping[str, str], parts: ExitStack) -> None:
     from bootseer.launch.observers import PodStart
 
+    has_hook = options.hook and env.get("BOOTSEER_HOOK") != "0"
+    if "spool" not in session.sinks or not (has_hook or options.began_pattern is not None):
+        return  # this run does not learn when training begins
     try:
         parts.callback(PodStart(session, _POD_SOCKET).close)
     except OSError as error:

@@ -27,7 +27,7 @@ from bootseer.logs import logger
 from bootseer.snapshotter.lazy import LazyImages
 
 _LOG = logger(__name__)
-_MAX_S: Final = 3600.0
+_MAX_S: Final = 1800.0
 """A record ends after this time even if its start does not, like that of a service."""
 _MAX_CONNECTIONS: Final = 256
 _TURN_S: Final = 0.2
