@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
+from pathlib import Path
 
 import pytest
 
@@ -67,3 +70,14 @@ def test_short_waits_poll_at_equal_intervals(pair, tmp_path, monkeypatch):
         pass
     assert len(pauses) > 1
     assert max(pauses) == min(pauses)
+
+
+def test_a_file_system_without_locks_leaves_no_open_file(tmp_path, monkeypatch):
+    def refuse(fd, flags):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(OSError, match="No locks available"):
+        locks.claim(tmp_path / "lock", "taken")
+    assert len(list(Path("/proc/self/fd").iterdir())) == before

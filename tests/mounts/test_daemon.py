@@ -11,15 +11,17 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
-from bootseer.errors import NotFoundError, PermanentError
+from bootseer.errors import AccessError, NotFoundError, PermanentError
 from bootseer.io.locks import try_flock
 from bootseer.mounts import control, kernel
-from bootseer.mounts.daemon import Daemon
+from bootseer.mounts.daemon import Daemon, start_daemon
 from bootseer.mounts.layers import mount_erofs
 from bootseer.mounts.process import ProcessId
+from bootseer.mounts.serve import DaemonSpec, OnError
 from mounts.daemon_job import HELD_BYTES
 from mounts.images import write_image
 from mounts.starting import DEADLINE_S, JOB, CannotStart, Start
@@ -246,6 +248,16 @@ def test_what_keeps_it_from_serving_is_raised_where_it_was_started(image: Path, 
     (image.parent / "broken").touch()
     with pytest.raises(CannotStart, match="AccessError: the registry refuses"):
         start(image)
+
+
+def test_a_start_that_fails_leaves_no_open_file(place: Path) -> None:
+    def refuse(on_error: OnError) -> NoReturn:
+        raise AccessError("the registry refuses")
+
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(AccessError, match="the registry refuses"):
+        start_daemon(DaemonSpec(place / "daemon", refuse, lifeline=True))
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 def test_a_start_that_hangs_is_ended(place: Path, image: Path, start: Start) -> None:

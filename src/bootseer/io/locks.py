@@ -11,7 +11,7 @@ import fcntl
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from bootseer.errors import TransientError, UsageError
@@ -74,10 +74,12 @@ def claim(path: Path, taken: str, hint: str = "") -> int:
     Raises `UsageError` with the message `taken` if another process holds it, and `OSError`.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    if try_flock(fd):
-        return fd
-    os.close(fd)
-    raise UsageError(taken, hint=hint)
+    with ExitStack() as undo:
+        undo.callback(os.close, fd)
+        if not try_flock(fd):
+            raise UsageError(taken, hint=hint)
+        undo.pop_all()
+    return fd
 
 
 def is_same(fd: int, path: Path) -> bool:

@@ -131,7 +131,7 @@ def start_daemon(spec: DaemonSpec, *, deadline_s: float = 30.0, waiting: Waiting
     finally:
         os.close(report)
         if lifeline is not None:
-            # The write end is never closed: the daemon reads end-of-file when this process ends, however it ends.
+            # The write end stays open: the daemon reads end-of-file when this process ends, however it ends.
             os.close(lifeline[0])
     with os.fdopen(ready, "rb", buffering=0) as pipe:
         # The intermediate child exits at once: the daemon is adopted by init, so that this process need not reap it.
@@ -148,6 +148,8 @@ def start_daemon(spec: DaemonSpec, *, deadline_s: float = 30.0, waiting: Waiting
                     return Daemon(spec.folder, process)
             raise PermanentError(f"the mount daemon died before it served; see {spec.folder / LOG}")
         except BaseException as error:
+            if lifeline is not None:
+                os.close(lifeline[1])
             if process is not None:  # one that has not reported its pid yet finds the pipe closed, and ends
                 process.signal(signal.SIGKILL)
                 Daemon(spec.folder, process)._has_ended(time.monotonic() + _GRACE_S)
