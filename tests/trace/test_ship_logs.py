@@ -231,6 +231,23 @@ def test_a_log_that_cannot_be_read_is_reported_once(tmp_path, caplog):
     assert [line.getMessage() for line in caplog.records] == ["/proc/self/mem cannot be read: Input/output error"]
 
 
+def test_a_sender_of_a_log_without_new_lines_is_not_forgotten(tmp_path):
+    """After 30 days another sender deleted its position: once started again, it sent the whole log again."""
+    link, month_ago_s = Link(target("http://127.0.0.1:9", {})), time.time() - 40 * 86_400
+    state = tmp_path / "state"
+    state.mkdir()
+    silent = Logs([str(tmp_path / "silent.log")], "moe", link, state)
+    (position,) = state.iterdir()
+    (state / "of-an-ended-one.json").touch()
+    for path in state.iterdir():
+        os.utime(path, (month_ago_s, month_ago_s))
+    silent.step()
+    Logs([str(tmp_path / "other.log")], "moe", link, state).close()
+    silent.close()
+    assert position.exists()
+    assert not (state / "of-an-ended-one.json").exists()
+
+
 @pytest.mark.parametrize(("text", "said"), [("x", "line 1"), ("a.b=(", "line 1"), ("\n#\na.b=x", "line 3")])
 def test_a_file_of_patterns_is_checked_line_by_line(text, said, tmp_path):
     (tmp_path / "patterns").write_text(text)

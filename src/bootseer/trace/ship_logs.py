@@ -34,7 +34,7 @@ _OTHERWISE: Final = f"set {STATE} to another folder"
 _HEAD_BYTES: Final = 4096
 _PACKED: Final = (".gz", ".zst", ".xz", ".bz2", ".lz4")
 _ROTATED: Final = re.compile(r"(.+?)[.-][0-9][0-9.-]*")
-_MAX_AGE_S: Final = 30 * 86_400
+_MAX_AGE_S, _TOUCH_S = 30 * 86_400, 86_400
 _SETTLED_S: Final = 2.0
 _FILE: Final = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
 
@@ -134,6 +134,8 @@ class Logs:
                     self._unreadable.add(path)
             if time.monotonic() < self._link.not_before:
                 break
+        if time.time() - os.fstat(self._positions).st_mtime > _TOUCH_S:
+            self._save()  # a later start of another sender deletes what was not written for `_MAX_AGE_S`
         return any_sent
 
     def close(self) -> None:
