@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from contextlib import closing
+from typing import NoReturn
 
 import obstore
 import pytest
@@ -175,6 +176,22 @@ def test_a_refusal_is_not_always_about_the_login(
         with pytest.raises(BootseerError, match=said) as caught:
             asked.call("file", lambda: obstore.get(asked.reader, "file"))
     assert type(caught.value) is kind
+
+
+def test_a_panic_of_the_library_is_an_error_at_once(uri: str) -> None:
+    """Listings, removals and copies ended with a traceback. Reads and saves had an error."""
+
+    class PanicException(BaseException):
+        pass
+
+    def call() -> NoReturn:
+        calls.append(0)
+        raise PanicException("no reactor")
+
+    calls: list[int] = []
+    with pytest.raises(PermanentError, match="file: PanicException: no reactor"):
+        Bucket(uri).retry("file", call)
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize(

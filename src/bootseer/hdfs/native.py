@@ -111,14 +111,11 @@ def mapping(subject: str) -> Iterator[None]:
         yield
     except BootseerError:
         raise
-    except BaseException as error:
-        # Panics of Rust code are not Exceptions.
-        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            raise mapped(error, subject) from error
-        raise
+    except Exception as error:
+        raise mapped(error, subject) from error
 
 
-def mapped(error: BaseException, subject: str) -> BootseerError:
+def mapped(error: Exception, subject: str) -> BootseerError:
     """The BootSeer error for an error of the library."""
     text = str(error)
     # A Java stack trace follows the first line.

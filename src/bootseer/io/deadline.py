@@ -59,7 +59,7 @@ def stream_within(
     `each`: the time is for each item; what goes on coming may go on for any time.
     The producer works ahead of the consumer by a few items, and stops soon after the consumer has closed this.
     """
-    items: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(_AHEAD)
+    items: queue.Queue[tuple[T] | Exception | None] = queue.Queue(_AHEAD)
     """Items in tuples; then None at the end, or the error that ended it."""
     stopped = threading.Event()
 
@@ -70,8 +70,9 @@ def stream_within(
                 if stopped.is_set():
                     return
             items.put(None)
-        except BaseException as error:  # panics of Rust code are not Exceptions
-            items.put(error)
+        except BaseException as error:
+            # Panics of Rust code are not Exceptions, and callers would end with a traceback.
+            items.put(error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}"))
 
     until = time.monotonic() + timeout_s
     try:
@@ -85,7 +86,7 @@ def stream_within(
                 item = items.get(timeout=max(until - time.monotonic(), 0.0))
             except queue.Empty:
                 raise TransientError(f"{label}: no complete answer within {timeout_s:.1f} s") from None
-            if isinstance(item, BaseException):
+            if isinstance(item, Exception):
                 raise item
             if item is None:
                 return

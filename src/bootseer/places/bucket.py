@@ -329,7 +329,8 @@ class Bucket:
             return PermanentError(f"{said}; set AWS_REGION to the bucket's region")
         # S3 answers with 400 if a connection was idle for long.
         is_late = code == "RequestTimeout" or status in (408, 409, 416, 425, 429)
-        if status is not None and 400 <= status < 500 and not is_late:
+        is_panic = str(error).startswith("PanicException")  # as `io.deadline` names it
+        if is_panic or (status is not None and 400 <= status < 500 and not is_late):
             return PermanentError(said)
         return TransientError(said)
 
