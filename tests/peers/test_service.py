@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -95,6 +96,17 @@ def test_only_registered_files_are_served(node: Node, index: Index, register: Re
         node.ask(index, 0)
     register(node)
     assert node.ask(index, 8) == DATA[8 * BLOCK :]
+
+
+def test_a_file_that_cannot_be_opened_is_logged_once(
+    node: Node, index: Index, register: Register, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    register(node)
+    shutil.rmtree(tmp_path / "cache")
+    for _ in range(3):
+        with pytest.raises(NotFoundError):
+            node.ask(index, 0)
+    assert len([one for one in caplog.records if f"{index.identity} is not served" in one.message]) == 1
 
 
 def test_registered_files_are_open_before_a_peer_asks(node: Node, register: Register, tmp_path: Path) -> None:

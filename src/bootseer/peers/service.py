@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -327,7 +327,7 @@ class Service:
         try:
             return opener(self._job, identity) if opener is not None else None
         except (BootseerError, OSError) as error:
-            _LOG.warning("%s is not served: %s", identity, error)
+            _warn_once(f"{identity} is not served: {error}")
             return None
 
     @property
@@ -384,3 +384,9 @@ class Service:
         if state != self._written:
             self._written = state
             self._job.write_state(state)
+
+
+@lru_cache
+def _warn_once(problem: str) -> None:
+    """Each request of a peer tries again to open the file."""
+    _LOG.warning("%s", problem)
