@@ -70,3 +70,10 @@ def test_nodes_are_summed_up_by_the_way_in_which_their_images_came() -> None:
 
 def test_without_images_there_is_nothing_to_say() -> None:
     assert image_summary([]) == []
+
+
+def test_of_a_node_whose_daemon_died_no_amounts_are_shown() -> None:
+    """As `MountHandle.end_startup` reports it. The line said that 0 bytes were fetched."""
+    died = {name: HOT[name] for name in ("mode", "until", "seconds")} | {"stored_bytes": None, "local_bytes": 9}
+    (startup,) = startups([event("n1", **died)])
+    assert image_summary(image_starts(startup)) == ["n1 loaded it lazily with a hot set in 0.50 s"]

@@ -170,7 +170,7 @@ class MountHandle:
         self._say = mount.say
 
     def end_startup(self) -> dict[str, object]:
-        """Report the end of the startup to the daemon; returns the startup's figures."""
+        """Report the end of the startup to the daemon; returns the startup's figures, as far as they are known."""
         status: Mapping[str, Any] = {}
         if self._daemon is not None:
             try:
@@ -179,6 +179,7 @@ class MountHandle:
             except BootseerError as error:
                 if self._daemon.process.alive:  # its death is reported by `report_problems`
                     self._say(f"{error}; what this start cost is not known")
+                return {"stored_bytes": None}  # or the report would say that nothing of so much was fetched
         return numbers_of(status, self._pulled)
 
     def report_problems(self) -> str:

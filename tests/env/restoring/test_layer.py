@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import signal
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -90,6 +91,17 @@ def test_what_is_read_is_fetched_and_the_next_start_knows_it(bring: BringIt, set
     second = bring(workload="w", cache=tmp_path / "another")
     assert second.facts["mode"] == "hot"
     check_tree(second, setup)
+
+
+@pytest.mark.fuse
+def test_what_a_daemon_that_died_has_fetched_is_unknown(bring: BringIt, tmp_path: Path) -> None:
+    """It was reported as nothing."""
+    layer = bring()
+    (state,) = Runtime(tmp_path / "runtime").all()
+    assert state.daemon is not None
+    os.killpg(os.getpgid(state.daemon.pid), signal.SIGKILL)
+    until(lambda: not state.daemon.alive, "the daemon has ended")
+    assert layer.end_startup() == {"stored_bytes": None}
 
 
 def test_one_mount_serves_all_starts_and_survives_them(
