@@ -67,6 +67,8 @@ def test_datanodes_that_serve_more_than_their_share_are_named() -> None:
         starts(event("n0", **READ), *(datanode("n0", name, size) for name, size in sizes.items()))
     )
     assert uneven[1] == "3 DataNodes served 9.0 MiB; dn0:1 served 2.3 times the mean"
+    few = checkpoint_summary(starts(event("n0", **READ), datanode("n0", "dn0:1", 15), datanode("n0", "dn1:1", 1)))
+    assert few[1] == "2 DataNodes served 16 B", "there is no share of so little"
     alone = checkpoint_summary(starts(event("n0", **READ), datanode("n0", "dn0:1", 1 << 20)))
     assert alone[1] == "one DataNode served all of 1.0 MiB: dn0:1"
 

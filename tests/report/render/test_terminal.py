@@ -52,6 +52,11 @@ def test_odd_names_fit_and_are_harmless(name):
     assert starts == {19}
 
 
+def test_a_duration_that_no_log_has_is_unobserved():
+    (line,) = [line for line in shown(report(span(5, 5, "image_start"))).splitlines() if "node-level" in line]
+    assert line.split() == ["node-level", "unobserved"]
+
+
 def test_of_a_pod_the_name_of_its_machine_is_shown():
     """As `NODE_NAME/POD_UID`, of which the end would fit."""
     names = [f"gpu-{number}/0b5c7a0e-6f6b-4b0c-9a53-3f6d1c3e00{number}" for number in (17, 18)]

@@ -40,6 +40,7 @@ _MAX_REASONS = 3
 _MAX_IMPORTS = 10
 _MAX_RESTARTS = 10
 _UNEVEN = 1.5
+_CHUNK_BYTES: Final = 1 << 20
 _MAX_S = 1e12
 """Sums of larger numbers may be infinite, which JSON cannot express."""
 _SENT_MORE: Final = 1.25
@@ -378,6 +379,8 @@ def _served(group: Sequence[CheckpointStart]) -> list[str]:
     most = max(bytes_of, key=lambda name: (bytes_of[name], name))
     share = bytes_of[most] * len(bytes_of) / sum(bytes_of.values())
     uneven = f"; {most} served {share:.1f} times the mean" if share >= _UNEVEN else ", evenly"
+    if sum(bytes_of.values()) < len(bytes_of) * _CHUNK_BYTES:  # too few chunks for all to serve as many
+        uneven = ""
     total = format_bytes(sum(bytes_of.values()))
     if len(bytes_of) == 1:
         return [f"one DataNode served all of {total}: {most}"]

@@ -141,7 +141,9 @@ def _print_facts(report: Report, console: Console) -> None:
         ("job-level", _job_level(report)),
         (
             "node-level",
-            f"median {_seconds(overhead.node_level_median_s)}, max {_seconds(overhead.node_level_max_s)} "
+            _UNOBSERVED
+            if overhead.node_level_median_s is None
+            else f"median {format_seconds(overhead.node_level_median_s)}, max {_seconds(overhead.node_level_max_s)} "
             f"(node bound to {until})",
         ),
     ]
