@@ -16,12 +16,16 @@ from typing import Any, Final
 import msgspec
 
 from bootseer.errors import UsageError, os_errors_as
+from bootseer.report.analysis.starts import BYPASSED, CAPTURED, INSTALLED, PLAIN
 from bootseer.sim.scenario import Scenario
 from bootseer.units import plural
 
 _SLOW: Final = 1.3
 """A node above this multiple of the median is slow, not noisy."""
 _MAX_BYTES: Final = 256 << 20
+_CHECKPOINT: Final = "model_initialization.checkpoint"
+_PLAIN: Final = (INSTALLED, CAPTURED, BYPASSED, PLAIN)
+"""How a part of a start is loaded if its time is that of a start without BootSeer."""
 
 
 class _Stage(msgspec.Struct):
@@ -52,9 +56,15 @@ class Report(msgspec.Struct):
     startup: _Startup
     stages: list[_Stage]
     nodes: list[_Node] = []
+    images: list[dict[str, Any]] = []
+    environments: list[dict[str, Any]] = []
+    checkpoints: list[dict[str, Any]] = []
 
     def median_s(self, *stages: str) -> float | None:
-        """The median of the first of these stages that was observed."""
+        """The median of the first of these stages that was observed; None if BootSeer did its work."""
+        parts = {"image_loading": self.images, "environment_setup": self.environments, _CHECKPOINT: self.checkpoints}
+        if any(part.get("mode") not in _PLAIN for stage in stages for part in parts.get(stage, ())):
+            return None
         found = {stage.stage: stage.median_s for stage in self.stages}
         return next((value for stage in stages if (value := found.get(stage)) is not None), None)
 
@@ -110,10 +120,10 @@ def calibrated(scenario: Scenario, reports: Sequence[Report]) -> tuple[Scenario,
     rates = [
         _share_gb(scenario, report.startup.num_nodes) * 1000 / scenario.checkpoint.readers / seconds
         for report in reports
-        if (seconds := report.median_s("model_initialization.checkpoint"))
+        if (seconds := report.median_s(_CHECKPOINT))
     ]
     if rates and scenario.checkpoint.gb:
-        source = f"model_initialization.checkpoint, median of {plural(len(rates), 'start')}"
+        source = f"{_CHECKPOINT}, median of {plural(len(rates), 'start')}"
         put("checkpoint.stream-mb-s", median(rates), source)
     connects = [
         (report.startup.num_ranks or report.startup.num_nodes * scenario.gpus_per_node, seconds)
