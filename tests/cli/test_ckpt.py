@@ -125,7 +125,7 @@ def test_names_that_are_taken_need_replace(ckpt: Run, job: str, source: Path, tm
     assert "--replace" in refused.stderr
     ckpt("put", str(source), job, "--replace")
     ckpt("get", f"{job}/step-10", "out")
-    assert "--replace" in ckpt("get", f"{job}/step-10", "out", code=2).stderr
+    assert "--replace" in ckpt("get", f"{job}/step-10", "out", code=1).stderr
     ckpt("get", f"{job}/step-10", "out", "--replace")
     earlier = ckpt("put", str(source), job, "--name", "step-9")
     assert "latest stays at step-10" in earlier.stdout

@@ -358,7 +358,7 @@ def _move_into_place(temporary: Path, target: Path, replace: bool) -> None:
 
 def _check_free(target: Path, replace: bool) -> None:
     if os.path.lexists(target) and not replace:
-        raise UsageError(f"{target} already exists", hint="give another name, or --replace")
+        raise UsageError(f"{target} already exists", hint="give another name, or --replace", exit_code=1)
 
 
 @contextlib.contextmanager
