@@ -194,6 +194,9 @@ def test_hot_sets_are_shown_exported_and_merged_elsewhere(bootseer: Run, node: N
     bootseer("image", "hotset", "merge", node.reference, str(file), more=elsewhere)
     there = bootseer("image", "hotset", "show", node.reference, "--json", more=elsewhere)
     assert [row["workload"] for row in json.loads(there.stdout)["hotsets"]] == ["w"]
+    (node.folder / "wrong").write_text("{}")
+    refused = bootseer("image", "hotset", "merge", node.reference, str(node.folder / "wrong"), more=elsewhere, code=2)
+    assert f"{node.folder / 'wrong'}: a hot set cannot be read" in refused.stderr
     assert "known hot sets: w" in bootseer("image", "hotset", "export", node.reference, "no", "-", code=2).stderr
 
 

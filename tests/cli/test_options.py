@@ -40,6 +40,15 @@ def test_the_help_shows_each_option_once() -> None:
     assert sorted(found) == sorted([*options, "--help"])
 
 
+def test_the_help_shows_limits_only_where_they_matter() -> None:
+    shown = run_verb.run_command.get_help(click.Context(run_verb.run_command))
+    assert "x>=0" in shown
+    assert "0<=x<=86400" in shown
+    assert "999999999" not in shown
+    assert by_click(["--attempt", "999999999"]) is not None
+    assert by_click(["--attempt", "1000000000"]) is None
+
+
 def by_click(arguments: list[str]) -> dict[str, object] | None:
     try:
         context = run_verb.run_command.make_context("run", [*arguments, "--", "true"])

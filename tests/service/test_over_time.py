@@ -186,5 +186,5 @@ def test_since() -> None:
     assert since_day("12h", 20 * DAY_NS + 1) == 19, "yesterday's evening"
     assert since_day("1970-01-03", 0) == 2
     for wrong in ("", "7", "d7", "1970-13-01", "7d; x"):
-        with pytest.raises(UsageError):
+        with pytest.raises(UsageError, match="7d, 4w, 12h or 2026-11-01"):  # the service answers with this line
             since_day(wrong, 0)

@@ -32,6 +32,7 @@ from bootseer.store.open import open_store
 from bootseer.units import format_bytes, plural
 
 _HOTSETS = json_option("bootseer.hotsets/2")
+_EXPORTED = "name a file that `hotset export` wrote"
 
 
 @click.command("remove")
@@ -149,8 +150,12 @@ def merge_command(reference: str, files: tuple[Path, ...], store: str | None, pl
     rows = []
     with _opened(reference, store, plain_http) as (found, sets):
         for path in files:
-            with os_errors_as(UsageError, path, hint="name a file that `hotset export` wrote"), path.open("rb") as file:
-                given = parse_hot_set(file.read(MAX_STORED_BYTES + 1))
+            with os_errors_as(UsageError, path, hint=_EXPORTED), path.open("rb") as file:
+                data = file.read(MAX_STORED_BYTES + 1)
+            try:
+                given = parse_hot_set(data)
+            except PermanentError as error:
+                raise UsageError(f"{path}: {error}", hint=_EXPORTED) from error
             if given.image != found.document.digest:
                 raise UsageError(
                     f"{path}: hot set of another image, {given.image}", hint=f"{reference} is {found.document.digest}"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from bootseer.cli.options import COUNT, FLAG, Option
+from bootseer.cli.options import COUNT, FLAG, MAX_COUNT, Option
 from bootseer.cli.output import Output
 from bootseer.errors import UsageError
 
@@ -84,7 +84,7 @@ def with_options(options: Sequence[Option]) -> Callable[[Callable[..., Any]], Ca
 
 def _type(option: Option) -> click.ParamType[Any] | None:
     if option.kind == COUNT:
-        return Count(option.least, option.most)
+        return Count(option.least, None if option.most == MAX_COUNT else option.most)
     return click.Choice(option.choices) if option.choices else None
 
 
@@ -198,6 +198,12 @@ def price_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 class Count(click.IntRange):
     name = "integer"  # instead of "integer range", in help and messages
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        number: int = super().convert(value, param, ctx)
+        if self.max is None and number > MAX_COUNT:  # a limit that is not worth a place in the help
+            self.fail(f"{value} is not a number up to {MAX_COUNT:,}.", param, ctx)
+        return number
 
 
 class Number(click.FloatRange):

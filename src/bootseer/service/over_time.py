@@ -63,7 +63,7 @@ def since_day(text: str, now_ns: int) -> int:
     try:
         return day_of(round(datetime.strptime(text, "%Y-%m-%d").replace(tzinfo=UTC).timestamp()) * NS_PER_S)
     except ValueError:
-        raise UsageError(f"{text!r} is not a time", hint="for example 7d, 4w, 12h or 2026-11-01") from None
+        raise UsageError(f"{text!r} is not a time such as 7d, 4w, 12h or 2026-11-01") from None
 
 
 def fleet(connection: Connection, where: Filter, now_ns: int) -> dict[str, Any]:
