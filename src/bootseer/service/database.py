@@ -51,6 +51,9 @@ class Database:
         if not self.is_postgres:
             event.listen(self._engine, "connect", _set_up_sqlite)
             event.listen(self._engine, "begin", _begin_sqlite)
+        reads: dict[str, Any] = {"isolation_level": "REPEATABLE READ"} if self.is_postgres else {}  # SQLite always does
+        self._reading = self._engine.execution_options(**reads)
+        self._writing = self._engine.execution_options(bootseer_writes=True)
 
     @classmethod
     def open(cls, url: str) -> Database:
@@ -81,16 +84,13 @@ class Database:
 
         Raises `TransientError` if the database cannot be reached, or is busy for 20 s.
         """
-        writing = self._engine.execution_options(bootseer_writes=True)
-        with self._with_database_errors(), writing.begin() as connection:
+        with self._with_database_errors(), self._writing.begin() as connection:
             yield connection
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
         """A transaction that reads: all its statements see the same rows. Raises `TransientError` like `write`."""
-        options = {"isolation_level": "REPEATABLE READ"} if self.is_postgres else {}  # SQLite always does so
-        reading = self._engine.execution_options(**options)
-        with self._with_database_errors(), reading.connect() as connection, connection.begin():
+        with self._with_database_errors(), self._reading.connect() as connection, connection.begin():
             yield connection
 
     def insert_all(self, connection: Connection, table: Table, rows: Sequence[Mapping[str, Any]]) -> None:
