@@ -47,7 +47,7 @@ class Requirement(NamedTuple):
     """`vcs`: branch, tag or commit; empty for the default branch."""
     editable: bool = False
     hashed: bool = False
-    """Has `--hash`, or an address that ends in a digest."""
+    """Has `--hash`. pip then requires a digest of all that is installed, also of what this depends on."""
 
     @property
     def pinned(self) -> bool:
@@ -56,7 +56,7 @@ class Requirement(NamedTuple):
             return self.hashed or bool(_EXACT.fullmatch(self.target))
         if self.kind == "vcs":
             return bool(_COMMIT.fullmatch(self.reference))
-        return self.kind == "path" or self.hashed
+        return self.kind == "path" or self.hashed or bool(_HASH_IN_URL.search(self.target))
 
     @property
     def words(self) -> str:
@@ -100,7 +100,6 @@ def _at(place: str, name: str, editable: bool, hashed: bool) -> Requirement:
         path = re.sub(r"^file:(//(localhost)?/*(?=/))?", "", place.partition("#")[0])
         return Requirement("path", name, _decoded(path), "", editable, hashed)
     if "://" in place:
-        hashed = hashed or bool(_HASH_IN_URL.search(place))
         return Requirement("url", name or _egg(place), without_credentials(place), "", editable, hashed)
     path = re.sub(r"\s*(\[[^\]/]*\])?\s*$", "", re.split(r";|#|\s-", whole, maxsplit=1)[0])  # may contain blanks
     return Requirement("path", name, path, "", editable, hashed)

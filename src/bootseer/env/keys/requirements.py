@@ -127,7 +127,7 @@ class Requirements:
             self.repositories[wanted.target, wanted.reference] = wanted
             # pip puts the checkout of an editable requirement in ./src, unless there is a virtual environment.
             self.uses_cwd |= wanted.editable
-        if wanted.kind == "url" and not wanted.hashed:
+        if wanted.kind == "url" and not wanted.pinned:
             self.unpinned[f"{wanted.words} (an address without a digest)"] = None
         if wanted.kind == "name" and not wanted.pinned:
             self._named.setdefault(wanted.name, wanted)
