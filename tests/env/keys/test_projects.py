@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from bootseer.env.keys.key import difference
 from bootseer.env.keys.requirement import grouped, kind_of, lines_of_pip, relevant_parts, unhashed_sources
 from bootseer.errors import UsageError
 from setup_projects import Project
@@ -136,3 +137,56 @@ def test_such_files_are_in_the_key_with_all_that_they_name(empty: Project) -> No
     conda = empty.key(requirements=("environment.yml",))
     assert "requirements more.txt" in conda.components
     assert "six" in conda.unpinned
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "lock", "setup"),
+    [
+        ("dependencies = ['lib']\n[tool.uv.sources]\nlib = {path = '../lib'}\n", "", "uv sync"),
+        (
+            "dependencies = ['lib']\n[tool.uv.sources]\nlib = {path = '../lib'}\n",
+            "",
+            "uv pip install -r pyproject.toml",
+        ),
+        (
+            "dependencies = ['lib']\n",
+            "[[package]]\nname = 'lib'\nsource = {directory = '../lib'}\n",
+            "uv sync --frozen",
+        ),
+        ("dependencies = ['lib @ file://LIB']\n", "", "pip install ."),
+        ("dependencies = ['lib @ file://LIB']\n", "", ""),
+        ("[dependency-groups]\ndev = ['lib @ file:///${PROJECT_ROOT}/../lib']\n", "", "pdm install"),
+        ("[tool.poetry.group.dev.dependencies]\nlib = {path = '../lib', develop = true}\n", "", "poetry install"),
+        ("dependencies = ['more @ file://MORE']\n", "", "pip install -e ."),  # which depends on the other
+    ],
+)
+def test_what_a_project_takes_from_beside_its_folder_is_in_the_key(
+    empty: Project, text: str, lock: str, setup: str
+) -> None:
+    lib, more = empty.root / "lib", empty.root / "more"
+    for folder, needs in ((lib, "[]"), (more, f"['lib @ file://{lib}']")):
+        folder.mkdir()
+        (folder / "pyproject.toml").write_text(f"[project]\nname = '{folder.name}'\ndependencies = {needs}\n")
+    text = text.replace("LIB", str(lib)).replace("MORE", str(more))
+    empty.write("pyproject.toml", f"[project]\nname = 'job'\nversion = '1'\n{text}")
+    if lock:
+        empty.write("uv.lock", f"version = 1\n{lock}")
+    asked: dict[str, object] = {"requirements": ("pyproject.toml",)}
+    if setup:
+        empty.write("setup.sh", f"{setup}\n")
+        asked = {"setup": "setup.sh"}
+    before = empty.key(**asked)
+    (lib / "lib.py").write_text("")
+    after = empty.key(**asked)
+    assert [row.name for row in difference(before.components, after)] == [f"package {lib}"]
+    assert bool(after.unpinned) == (not lock)
+
+
+@pytest.mark.slow
+def test_a_branch_that_a_lock_fixes_is_not_asked_for(empty: Project) -> None:
+    empty.write("pyproject.toml", f"{PROJECT}[tool.uv.sources]\nclick = {{git = 'file:///nowhere', branch = 'main'}}\n")
+    empty.write("setup.sh", "uv sync\n")
+    assert any(name.startswith("repository") for name in empty.key(setup="setup.sh").components)
+    empty.write("uv.lock", "version = 1\n")
+    assert not any(name.startswith("repository") for name in empty.key(setup="setup.sh").components)

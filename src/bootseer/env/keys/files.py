@@ -98,6 +98,7 @@ class NodeFiles:
     def __init__(self, facts: FactCache, visible: Callable[[str], bool] = lambda path: True) -> None:
         self._facts = facts
         self._visible = visible
+        self._digests: dict[str, tuple[str, os.stat_result]] = {}
         self._num_files = 0
         self._num_bytes = 0
 
@@ -132,7 +133,12 @@ class NodeFiles:
         return os.access(path, os.X_OK)
 
     def digest(self, path: str) -> tuple[str, os.stat_result]:
-        """SHA-256 of the content as hex digits, and the file's status. Raises `PermanentError`."""
+        """SHA-256 of the content as hex digits, and the file's status; read once. Raises `PermanentError`."""
+        if path not in self._digests:
+            self._digests[path] = self._digest(path)
+        return self._digests[path]
+
+    def _digest(self, path: str) -> tuple[str, os.stat_result]:
         with _open_regular(path) as file:
             status = os.fstat(file.fileno())
             stamp = stamp_of(status)

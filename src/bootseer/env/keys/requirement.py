@@ -242,6 +242,14 @@ def unhashed_sources(kind: FileKind, path: str, data: bytes) -> Iterator[Require
         if isinstance(source.get("git"), str):
             reference = next((str(source[key]) for key in ("rev", "tag", "branch") if key in source), "")
             yield Requirement("vcs", normalised(name), f"git+{without_credentials(source['git'])}", reference)
+    yield from _local_places(_table_at(table, "tool", "poetry"))
+    project = _table_at(table, "project")
+    groups = (_table_at(project, "optional-dependencies"), _table_at(table, "dependency-groups"))
+    lists = (project.get("dependencies"), *(each for group in groups for each in group.values()))
+    for text in (text for each in lists if isinstance(each, list) for text in each if isinstance(text, str)):
+        wanted = parse(text.replace("${PROJECT_ROOT}", posixpath.dirname(path)))
+        if wanted is not None and wanted.kind in ("path", "vcs"):
+            yield wanted
 
 
 def lines_of_pip(data: bytes) -> str:

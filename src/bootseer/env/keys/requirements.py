@@ -7,6 +7,7 @@ Nested files are relative to the file that names them, with both. Does no I/O: `
 
 from __future__ import annotations
 
+import contextlib
 import posixpath
 import re
 import shlex
@@ -134,6 +135,16 @@ class Requirements:
         elif not no_deps and not wanted.hashed:
             self._dependencies(wanted.words)
 
+    def add_project(self, folder: str, files: NodeFiles, *, is_locked: bool = False) -> None:
+        """Add what the project in a folder takes from this machine and, without a lock, from repositories."""
+        kinds: dict[str, requirement.FileKind] = {"pyproject.toml": "pyproject", "uv.lock": "uv.lock"}
+        for name, kind in kinds.items():
+            path = f"{folder}/{name}"
+            with contextlib.suppress(BootseerError):  # it is not there, or its installer refuses it
+                for wanted in requirement.unhashed_sources(kind, path, files.read(path)):
+                    if wanted.kind == "path" or not is_locked:
+                        self.add(wanted, files, (folder,), no_deps=is_locked)
+
     def close(self) -> None:
         """Called after the last file: resolve what depends on all files."""
         for name, wanted in self._named.items():
@@ -229,7 +240,10 @@ class Requirements:
             self.unpinned[f"{wanted.target} (not there before the setup)"] = None
             return
         for path in places:
+            is_new = path not in self.locals
             self.locals[path] = wanted.editable or self.locals.get(path, False)
+            if is_new and not no_deps:
+                self.add_project(path, files)
         if not no_deps and not wanted.hashed:
             self._dependencies(wanted.name or posixpath.basename(places[0]))
 
@@ -240,6 +254,7 @@ class Requirements:
         """Add the description of a project: its dependencies are unpinned unless a lock lies beside it (`close`)."""
         name = posixpath.basename(path)
         if name == "pyproject.toml":
+            self.add_project(posixpath.dirname(path), files)
             try:
                 table = tomllib.loads(data.decode())
                 project = table.get("project", {})

@@ -357,6 +357,9 @@ class Reader:
         """A project that the program works on: its folder, or only the files that list packages."""
         marker = programs.PROJECTS.get(program, "")
         for folder in self._project_folders(words, marker) if marker else ():
+            if marker == "pyproject.toml":
+                locked = self._project_folders(words, programs.LOCKS.get(program, ""))
+                self._inputs.requirements.add_project(folder, self._look, is_locked=folder in locked)
             with contextlib.suppress(BootseerError):
                 data = self._look.read(f"{folder}/{marker}")
                 if marker == "pyproject.toml" and requirement.installs_packages_alone(words, data):
