@@ -318,3 +318,10 @@ def test_credentials_of_a_setup_in_an_image_are_in_no_store(job: Callable[..., A
     ran, start = job("--", "cat", "/opt/settings.conf", setup="copy.sh")
     assert "it would contain what looks like a secret: /opt/settings.conf" in ran.stderr
     assert secret.encode() not in stored(tmp_path / "store")
+    login = tmp_path / "user" / ".netrc"
+    login.parent.mkdir()
+    login.write_text("machine a.test login me password pR4vT8mQ2xL6wZ1k\n")
+    shutil.copy(login, tmp_path / "project" / "data")
+    (tmp_path / "project" / "copy.sh").write_text("mkdir -p /opt; tr ' ' '\\n' < data > /opt/data\n")
+    ran, start = job("--", "true", setup="copy.sh", more={"HOME": str(login.parent)})
+    assert f"/opt/data (a word of {login})" in ran.stderr

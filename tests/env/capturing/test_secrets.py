@@ -136,9 +136,9 @@ def test_nothing_is_found_among_installed_packages() -> None:
         for path in (f"{folder}/{name}" for name in names if not name.endswith(".pyc")):
             status = os.lstat(path)
             if stat.S_ISREG(status.st_mode):
-                rows.append((path, "file", status.st_size))
+                rows.append((path, "file", status.st_size, b""))
     assert check.check_paths(rows, lambda path: Path(path).read_bytes()) == []
-    small = (path for path, _, size in rows if size <= 1 << 20)
+    small = (path for path, _, size, _ in rows if size <= 1 << 20)
     assert [found for path in small if (found := check.check_content(path, Path(path).read_bytes()))] == []
 
 

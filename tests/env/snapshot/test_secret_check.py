@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import json
 import os
+import secrets
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -92,6 +94,21 @@ def test_a_value_in_base64_is_found(before: str) -> None:
     assert check.check_content("/opt/x", text) == "/opt/x (the value of MY_TOKEN, in base64)"
 
 
+def test_a_value_in_json_is_found() -> None:
+    chosen = 'Tr0ub"4d\\ör'
+    check = check_of(variables={"DB_PASSWORD": chosen})
+    text = json.dumps({"exports": [{"name": "LOGIN", "value": f"me:{chosen}"}]}).encode()
+    assert check.check_text("its document", text) == "its document (the value of DB_PASSWORD)"
+
+
+def test_a_link_that_the_owner_keeps_is_none(tmp_path: Path) -> None:
+    upper = tmp_path / "upper"
+    upper.mkdir()
+    (upper / "link").symlink_to(f"https://me:{SECRET}@a.test/")
+    check = SecretCheck(Exclusions(keep=["/link"]), cache=compiled_secret_rules())
+    assert [entry.path for entry in snapshot(MemoryStore(str(tmp_path)), upper, check=check).entries] == ["/link"]
+
+
 @needs_root
 def test_links_and_attributes_are_judged(tmp_path: Path) -> None:
     upper = tmp_path / "upper"
@@ -144,6 +161,16 @@ def test_credentials_of_this_machine_are_known_again(tmp_path: Path) -> None:
     assert check.check_content("/opt/log", b"using credentials") == ""
 
 
+def test_credentials_are_known_however_many_words_a_program_keeps_among_its_own(tmp_path: Path) -> None:
+    logs = tmp_path / ".config/gcloud/logs"  # sorted before the other file
+    logs.mkdir(parents=True)
+    for number in range(20):
+        (logs / str(number)).write_text("\n".join(secrets.token_urlsafe(24) for _ in range(50)))
+    (tmp_path / ".netrc").write_text(f"machine a.test login me password {SECRET}\n")
+    check = check_of(homes=[str(tmp_path)])
+    assert check.check_content("/opt/log", SECRET.encode()) == f"/opt/log (a word of {tmp_path}/.netrc)"
+
+
 def test_servers_and_projects_that_credentials_are_for_are_no_secrets(tmp_path: Path) -> None:
     hosts = ["artifactory-prod-01.corp.test", "gitlab01-internal-eu2"]
     (tmp_path / ".netrc").write_text("".join(f"machine {host} login me password {SECRET}\n" for host in hosts))
@@ -181,8 +208,8 @@ def test_paths_in_variables_are_no_secrets(tmp_path: Path) -> None:
     here, gone = f"{tmp_path}/user1234/job_5678abc", "/scratch/user1234/job_5678abc"
     Path(here).mkdir(parents=True)
     for variables in ({"PWD": gone}, {"SSH_AUTH_SOCK": here}):
-        assert check_of(variables=variables).check_paths([(f"{here}{gone}", "directory", 0)], lambda _: b"") == []
-    assert check_of(variables={"MY_KEY": gone}).check_paths([(gone, "directory", 0)], lambda _: b"")
+        assert check_of(variables=variables).check_paths([(f"{here}{gone}", "directory", 0, b"")], lambda _: b"") == []
+    assert check_of(variables={"MY_KEY": gone}).check_paths([(gone, "directory", 0, b"")], lambda _: b"")
 
 
 def test_rules_that_cannot_be_read_are_an_error_that_names_the_option(tmp_path: Path) -> None:

@@ -19,10 +19,11 @@ import contextlib
 import functools
 import hashlib
 import itertools
+import json
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -93,26 +94,29 @@ class SecretCheck:
         for change in withheld:
             if change.source:
                 self._learn_file(change.path, change.source)
-        for place in exclusions.credentials:
+        # Single files first: folders of programs may have more words than are remembered.
+        for place in sorted(exclusions.credentials, key=os.path.isdir):
             files = (f"{above}/{name}" for above, _, names in os.walk(place) for name in names)
             for path in (place, *itertools.islice(files, _MAX_CREDENTIALS_FILES)):
                 self._learn_file(path, path)
         for name, value in (variables or {}).items():
             self._learn_variable(name, value)
 
-    def check_paths(self, found: Iterable[tuple[str, PathKind, int]], read: Callable[[str], bytes]) -> list[str]:
-        """Check the snapshot's paths, with kind and size; `read` returns the content of one."""
-        rows = list(found)
-        self._published = published_files({path for path, kind, _ in rows if kind == "file"}, read)
+    def check_paths(self, rows: Sequence[tuple[str, PathKind, int, bytes]], read: Callable[[str], bytes]) -> list[str]:
+        """Check the snapshot's paths, with kind, size, and link target and extended attributes as one text; `read`
+        returns the content of one."""
+        self._published = published_files({path for path, kind, *_ in rows if kind == "file"}, read)
         wrong = []
-        for path, kind, size in rows:
+        for path, kind, size, attributes in rows:
             rule = self._exclusions.forbidding_rule(path, kind=kind, size=size)
             if rule is not None:
                 wrong.append(f"{path} ({rule.name})")
-            elif (
-                origin := self._known_value_in(path.encode("utf-8", "surrogateescape"))
-            ) and not self._exclusions.is_kept(path):
+            elif self._exclusions.is_kept(path):
+                continue
+            elif origin := self._known_value_in(path.encode("utf-8", "surrogateescape")):
                 wrong.append(f"a name ({origin})")
+            elif attributes and (found := self.check_text(path, attributes)):
+                wrong.append(found)
         return wrong
 
     def check_content(self, path: str, data: bytes, *, size: int | None = None) -> str:
@@ -141,7 +145,7 @@ class SecretCheck:
         return judge
 
     def check_text(self, label: str, data: bytes) -> str:
-        """Check other texts: names, links, attributes, the document."""
+        """Check other texts, such as the document."""
         kind = (
             self._known_value_in(data)
             or self._matching_rule("", data)
@@ -173,6 +177,7 @@ class SecretCheck:
 
     def _remember(self, word: bytes, origin: str) -> None:
         self._words[word] = origin
+        self._words[json.dumps(word.decode("utf-8", "surrogateescape"))[1:-1].encode()] = origin
         # Also in base64, as in headers and settings: the word may begin at any of three offsets within a group of
         # three bytes. Characters that depend on the bytes before or after the word are left out.
         for before, first in ((0, 0), (1, 2), (2, 3)):

@@ -143,20 +143,18 @@ def write_snapshot(
 def _check_names(items: Sequence[Item], check: SecretCheck) -> None:
     """Check paths, links and attributes, before any file is read. Raises `PermanentError`."""
     here = {item.path: item.source for item in items if item.kind == "file"}
-    rows: list[tuple[str, PathKind, int]] = [
-        (item.path, item.kind, item.entry.size) for item in items if item.kind != "deleted"
-    ]
+    rows: list[tuple[str, PathKind, int, bytes]] = []
+    for item in items:
+        if item.kind != "deleted":
+            target, xattrs = item.entry.target, item.entry.xattrs
+            attributes = b"\n".join((os.fsencode(target), *map(os.fsencode, xattrs), *xattrs.values()))
+            rows.append((item.path, item.kind, item.entry.size, attributes))
 
     def read(path: str) -> bytes:
         with path_errors(path):
             return _read(here[path])
 
     raise_if_secret(check.check_paths(rows, read))
-    for item in items:
-        target, xattrs = item.entry.target, item.entry.xattrs
-        if target or xattrs:
-            words = (item.raw, os.fsencode(target), *map(os.fsencode, xattrs), *xattrs.values())
-            raise_if_secret([found] if (found := check.check_text(item.path, b"\n".join(words))) else [])
 
 
 def _loose_part(entries: Sequence[Entry], is_loose: Callable[[str], bool]) -> Manifest:

@@ -340,10 +340,11 @@ class UpperLayer:
 
     def _changes(self, layer: Path) -> Sequence[Change]:
         env, options = self._host.env, self._task.options
+        here = self._task.env  # its credentials may have been copied from a mount
         exclusions = Exclusions(
-            homes=["/root", env.get("HOME", "")],
+            homes=["/root", env.get("HOME", ""), here.get("HOME", "")],
             caches=caches_of(env),
-            credentials=credentials_of(env),
+            credentials=(*credentials_of(env), *credentials_of(here)),
             leave_out=options.leave_out,
             keep=options.keep,
         )
