@@ -84,6 +84,24 @@ def test_rules_hold_in_both_walks(tmp_path: Path) -> None:
         }
 
 
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_folder_of_secrets_is_named_once(tmp_path: Path, is_new: bool) -> None:
+    """Each name is a line for the user: a folder that the owner leaves out may have thousands of files."""
+    left_out = tmp_path / "home/.azure"
+    (tmp_path / "home").mkdir()
+    if not is_new:
+        left_out.mkdir()
+    with begun(tmp_path) as capture:
+        (left_out / "deep").mkdir(parents=True)
+        files = [left_out / "one", left_out / "deep/two"]
+        for file in files:
+            file.write_text("x")
+        assert actions(capture, tmp_path) == {}
+        assert capture.left_out.paths == {"credentials": [str(left_out)]}
+        assert len(capture.left_out.warnings) == 1
+        assert capture.left_out.withheld.keys() >= {*map(str, files)}
+
+
 def test_what_was_there_before_is_said_to_be_unknown(tmp_path: Path) -> None:
     for name in ("text", "gone"):
         (tmp_path / name).write_text("x")

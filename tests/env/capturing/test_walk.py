@@ -153,6 +153,16 @@ def test_secrets_are_withheld_with_all_files_in_their_folder(layer: Layer) -> No
     }
 
 
+def test_deleted_credentials_are_not_among_those_that_the_setup_wrote(layer: Layer) -> None:
+    write(layer.lower, "home/.netrc", "old")
+    Path(layer.upper, "home").mkdir()
+    os.mknod(Path(layer.upper, "home/.netrc"), 0o020000, os.makedev(0, 0))
+    walk = Walk(Exclusions(homes=["/data/home"]))
+    walk.layer(layer)
+    assert not walk.changes()
+    assert not walk.left_out.reasons
+
+
 def test_a_file_that_was_written_again_counts_unless_a_rule_says_otherwise(layer: Layer) -> None:
     for folder in (layer.upper, layer.lower):
         for name in ("same", "home/.vault-token", "run.pid"):

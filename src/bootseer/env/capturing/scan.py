@@ -18,7 +18,7 @@ from bootseer.env.capturing.capture_base import Capture, Way
 from bootseer.env.capturing.exclude import Exclusions
 from bootseer.env.capturing.overlay import takes_overlay
 from bootseer.env.capturing.walk import LeftOut, PathState, join, records_before
-from bootseer.env.changes import Action, Change
+from bootseer.env.changes import Action, Change, parents
 from bootseer.errors import PermanentError
 from bootseer.mounts.kernel import mount_table, visible
 
@@ -75,7 +75,9 @@ class ScanCapture(Capture):
                 if rule is None:
                     changes.append(change)
                     continue
-                self.left_out.add(path, rule)
+                whole = (above for above in parents(path) if self._exclusions.rule_for(above, kind="directory") is rule)
+                if (top := next(whole, path)) not in self.left_out.reasons:
+                    self.left_out.add(top, rule)
                 if rule.secret:
                     self.left_out.withheld[path] = change
             gone = (self._change(join(folder, name), Action.DELETED) for name in was)

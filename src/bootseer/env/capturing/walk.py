@@ -276,11 +276,8 @@ class Walk:
         self._add(change, below, secret=secret)
 
     def _add_deleted(self, path: str, below: PathState) -> None:
-        rule = self._exclusions.rule_for(path, kind=below.kind, size=below.size)
-        if rule is None:
+        if self._exclusions.rule_for(path, kind=below.kind, size=below.size) is None:
             self._add(Change(path, Action.DELETED), below)
-        else:
-            self.left_out.add(path, rule)
 
     def _add(self, change: Change, below: PathState | None, *, secret: bool = False) -> None:
         changes = self.left_out.withheld if secret else self._changes

@@ -234,7 +234,7 @@ class _CapturedSetup:
         patterns = node_patterns(task.node, named, {"HOSTNAME": os.uname().nodename, **task.env})
         if lists := files_of_node([one for one in self.changes if division.is_loose(one.path)], patterns):
             unsafe.append(f"it wrote names of this node or job to {listed(lists)}: let the command write such files")
-        left_out = chain.from_iterable(self._view.left_out.paths.values())
+        left_out = chain(self._view.left_out.withheld, *self._view.left_out.paths.values())
         own = (*(change.path for change in self.changes), *left_out) if self._view.way == "scan" else ()
         self.unknown = self._unaccounted(self.changes) if self.reads.complete else ()
         reasons = [*done.reasons, *unsafe, *self._packages_outside(), *unknown_reads(self.unknown)]
