@@ -90,11 +90,22 @@ def test_a_snapshot_from_capture_to_prune(place: Place) -> None:
     assert not place.mounts()
 
 
+@pytest.mark.root
+def test_what_a_snapshot_leaves_out_is_no_difference_from_a_fresh_installation(place: Place) -> None:
+    script = place.counting_script("mkdir own; echo x > own/x; echo words > kept; sleep 7531 > daemon.log 2>&1 &\n")
+    words = ("--setup", script)
+    left_out = ("--env-leave-out", f"{place.project}/own")
+    made = as_json(place, "bootseer.environment-capture/1", "capture", *words, *left_out)
+    assert made["published"] is True, made
+    verify = ("verify", made["key"], "--tier", "oracle", *words)
+    assert as_json(place, "bootseer.environment-verified/1", *verify)["differences"] == []
+
+
 def test_a_signal_ends_a_comparison_with_a_fresh_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot, "fresh_install_differs", lambda *_, **__: signal.raise_signal(signal.SIGINT))
     layer = SimpleNamespace(path=tmp_path)
     monkeypatch.setattr(snapshot.SavedSnapshot, "_mounted", lambda self: nullcontext((layer, [])))
-    document: Any = SimpleNamespace(packages=())
+    document: Any = SimpleNamespace(packages=(), daemons=(), left_out=())
     env = {"HOME": str(tmp_path), "BOOTSEER_RUNTIME": str(tmp_path / "run")}
     saved = snapshot.SavedSnapshot(document, str(tmp_path), tmp_path / "cache", env)
     with pytest.raises(Interrupted):

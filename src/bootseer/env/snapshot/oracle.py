@@ -8,13 +8,13 @@ and bytecode that only one side has, as it is random which modules an installer 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 from bootseer.env.capturing.capture_base import Capture
 from bootseer.env.capturing.walk import same_bytes
-from bootseer.env.changes import Change
+from bootseer.env.changes import Change, nearest
 from bootseer.env.snapshot.canonical import canonical, ignored_reason
 from bootseer.env.snapshot.manifest import Entry, path_bytes
 from bootseer.env.snapshot.verify import MAX_DIFFERENCES, Comparison, Difference, verify
@@ -72,13 +72,15 @@ def fresh_install_differs(
     *,
     folder: Path,
     env: Mapping[str, str],
+    left_out: Collection[str] = (),
 ) -> Comparison:
     """Run a fresh installation and compare.
 
     `packages` are those of the snapshot's document, `entries` its manifest, `tree` is where its files can be read.
     `install` runs the setup in the open capture `view` with an environment, bytecode included, and returns its exit
-    code; `env` is the environment besides the pins, which are kept in `folder`. The snapshot must not be mounted in
-    this process's namespace. Raises `PermanentError` if the setup fails.
+    code; `env` is the environment besides the pins, which are kept in `folder`. `left_out` are files and folders that
+    the setup writes and the snapshot does not have. The snapshot must not be mounted in this process's namespace.
+    Raises `PermanentError` if the setup fails.
     """
     pins = folder / _PINS
     pins.write_text(pinned(packages), encoding="utf-8")
@@ -86,7 +88,8 @@ def fresh_install_differs(
     pinning = {name: " ".join(filter(None, (env.get(name), str(pins)))) for name in _CONSTRAINTS}
     if code := install({**env, **pinning}):
         raise PermanentError(f"the fresh installation failed with exit code {code}; there is nothing to compare with")
-    return compare(entries, str(tree), view.changes(), str(view.root))
+    changes = (change for change in view.changes() if not nearest(change.path, left_out))
+    return compare(entries, str(tree), changes, str(view.root))
 
 
 def pinned(packages: Iterable[str]) -> str:

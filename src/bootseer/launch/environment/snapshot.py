@@ -148,9 +148,13 @@ class SavedSnapshot:
 
         with self._task(setup, requirements) as task, interruptible(), self._mounted() as (layer, entries):
             packages, env, folder, own = self.document.packages, self.env, task.folder.path, own_folders(task)
+            left_out = {one.path for one in self.document.left_out}
+            left_out.update(path for one in self.document.daemons for path in (*one.pid_files, one.output))
             ways: tuple[Way, ...] = ("overlay", "user")  # a scan would change this machine itself
             with open_capture(folder / "capture", ways, say=say, env=env, own=own, folders=[task.cwd]) as view:
-                return fresh_install_differs(packages, entries, layer.path, view, install, folder=folder, env=env)
+                return fresh_install_differs(
+                    packages, entries, layer.path, view, install, folder=folder, env=env, left_out=left_out
+                )
 
     def run(self, command: Sequence[str]) -> int:
         """Run a command with the snapshot's files in their places; its exit code.
