@@ -152,3 +152,12 @@ def test_entries_out_of_order_are_corrupt() -> None:
     image[at : at + 6] = b"name 9"
     with pytest.raises(CorruptError, match="not in order"):
         _read_all(image)
+
+
+@pytest.mark.parametrize("place", [b"a1\0", b"file\0"])
+def test_a_zero_byte_in_the_name_of_an_attribute_or_in_a_target_is_corrupt(place: bytes) -> None:
+    """No system call takes one: unpacking would end in a `ValueError`."""
+    image = bytearray(_image())
+    image[image.rindex(place)] = 0
+    with pytest.raises(CorruptError):
+        _read_all(image)

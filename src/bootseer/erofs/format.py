@@ -185,9 +185,10 @@ def decode_xattrs(area: bytes) -> dict[bytes, bytes]:
         name_length, index, value_length = _XATTR_ENTRY.unpack_from(area, at)
         begin = at + _XATTR_ENTRY.size
         end = begin + name_length + value_length
-        if end > len(area) or index not in _PREFIX_OF:
-            raise CorruptError("EROFS image: an extended attribute exceeds its area")
-        found[_PREFIX_OF[index] + area[begin : begin + name_length]] = area[begin + name_length : end]
+        name = area[begin : begin + name_length]
+        if end > len(area) or index not in _PREFIX_OF or b"\0" in name:
+            raise CorruptError("EROFS image: an extended attribute exceeds its area or has an invalid name")
+        found[_PREFIX_OF[index] + name] = area[begin + name_length : end]
         at += align(end - at, 4)
     return found
 
@@ -256,7 +257,7 @@ def _split_name(name: bytes) -> tuple[int, bytes] | None:
     for index, prefix in _PREFIXES:
         if name.startswith(prefix):
             suffix = name[len(prefix) :]
-            return (index, suffix) if bool(suffix) != (index in _WHOLE_NAMES) else None
+            return (index, suffix) if bool(suffix) != (index in _WHOLE_NAMES) and b"\0" not in suffix else None
     return None
 
 

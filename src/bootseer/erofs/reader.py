@@ -145,9 +145,10 @@ class ErofsReader:
         return data
 
     def readlink(self, inode: Inode) -> bytes:
-        if not stat.S_ISLNK(inode.mode) or not 0 < inode.size <= MAX_TARGET:
+        target = self.pread(inode, 0, inode.size) if stat.S_ISLNK(inode.mode) and inode.size <= MAX_TARGET else b""
+        if not target or b"\0" in target:
             raise CorruptError(f"EROFS image: inode {inode.number} is not a symbolic link")
-        return self.pread(inode, 0, inode.size)
+        return target
 
     def entries(self, directory: Inode) -> Iterator[Entry]:
         """The entries of a directory, without `.` and `..`, sorted by name."""
