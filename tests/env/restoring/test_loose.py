@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from bootseer.env.changes import Action, Change
 from bootseer.env.keys.files import FactCache, stamp_of
+from bootseer.env.restoring import loose
 from bootseer.env.restoring.loose import Conflict, plan
 from bootseer.env.restoring.placement import apply_plan
 from bootseer.env.snapshot.manifest import Entry, Manifest
@@ -237,6 +238,19 @@ def test_folders_of_the_system_are_written_over_in_an_extraction(machine: Machin
     machine.restore(list(machine.setup.written(changes).entries))
     assert machine.at("/usr/lib/tool").read_text() == "2.0"
     assert not machine.at("/usr/lib/old").exists()
+
+
+def test_mounts_are_listed_once_for_all_files(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine may have hundreds of mounts, and a snapshot tens of thousands of system files."""
+    listed: list[int] = []
+    monkeypatch.setattr(loose, "mount_table", lambda: listed.append(1) or [])
+    machine.at("/usr/lib").mkdir(parents=True)
+    entries = [Entry(f"/usr/lib/{name}", "file", 0o644, size=3, digest="blake3:" + 64 * "0") for name in "ab"]
+    for entry in entries:
+        machine.at(entry.path).write_text("old")
+    planned = plan(entries, machine.setup.at, root=str(machine.root))
+    assert [step.operation for step in planned.steps] == ["replace", "replace"]
+    assert len(listed) <= 1
 
 
 def test_bytecode_that_differs_is_left_to_python(machine: Machine) -> None:

@@ -27,7 +27,7 @@ from bootseer.env.restoring.roots import is_checked, is_system
 from bootseer.env.restoring.safe_tree import SafeTree
 from bootseer.env.snapshot.manifest import Entry
 from bootseer.errors import PermanentError
-from bootseer.mounts.kernel import is_below, mount_table
+from bootseer.mounts.kernel import Mount, is_below, mount_table
 from bootseer.units import listed
 
 SourceOf = Callable[[str], Path]
@@ -109,6 +109,7 @@ class _Planner(Struct):
     links: list[Step] = field(default_factory=list)
     deletions: list[Step] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
+    mounts: list[Mount] = field(default_factory=mount_table)
     _new: set[str] = field(default_factory=set)
     """Folders that do not exist yet."""
 
@@ -196,7 +197,7 @@ class _Planner(Struct):
         return over
 
     def _check_mounts(self, entry: Entry) -> None:
-        if any(is_below(row.path, entry.path) for row in mount_table()):
+        if any(is_below(row.path, entry.path) for row in self.mounts):
             self._refuse(entry, "something is mounted in this folder, which the setup deleted")
 
     def _is_after(self, entry: Entry, found: os.stat_result) -> bool:
