@@ -92,6 +92,13 @@ def test_without_uv_the_error_says_what_to_do(tmp_path: Path, monkeypatch: pytes
     assert "pip install 'bootseer[env]'" in caught.value.hint
 
 
+def test_a_uv_that_cannot_be_run_is_an_error_that_names_the_option(tmp_path: Path) -> None:
+    (tmp_path / "r.txt").write_text("first\n")
+    with pytest.raises(UsageError, match="cannot run uv") as caught:
+        lock.resolve([str(tmp_path / "r.txt")], None, tmp_path / "lock.txt", env={}, uv=str(tmp_path / "uv"))
+    assert "--uv" in caught.value.hint
+
+
 def test_a_file_that_does_not_exist_is_named(tmp_path: Path) -> None:
     program = shutil.which("true") or ""
     with pytest.raises(UsageError, match=r"nowhere\.txt"):

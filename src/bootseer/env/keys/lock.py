@@ -62,6 +62,8 @@ def resolve(
         lock = Path(folder, "lock.txt")
         argv = [*words, "--output-file", str(lock), "--", *requirements]
         ended = child.run(argv, deadline_s=DEADLINE_S, env={**env, "NO_COLOR": "1"})
+        if not ended.started:
+            raise UsageError(f"uv pip compile: {ended.error}", hint="name a uv with --uv")
         if ended.code is None:
             raise TransientError(f"uv pip compile: {ended.error}")
         if ended.code != 0:
