@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import stat
 from array import array
-from collections.abc import Iterable, Iterator, KeysView
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Protocol
 
 from msgspec.structs import replace
@@ -140,10 +140,6 @@ class Tree:
     def child(self, directory: int, name: bytes) -> int | None:
         """The inode of this name in the directory, or None."""
         return self._children[directory].get(name)
-
-    def names(self, directory: int) -> KeysView[bytes]:
-        """The names in a directory, without `.` and `..`, unordered."""
-        return self._children[directory].keys()
 
     def link(self, directory: int, name: bytes, inode: int) -> None:
         """Add a name for an inode, or replace the one that has this name. Give a directory only one name. Raises
@@ -321,7 +317,7 @@ class Layout:
             pending.extend(reversed(deeper))
 
     def _directory_size(self, directory: int) -> int:
-        names = sorted([*self._tree.names(directory), b".", b".."])
+        names = sorted([*(name for name, _ in self._tree.walk_directory(directory)), b".", b".."])
         *full, last = split_directory(names)
         return len(full) * BLOCK + last[2]
 

@@ -86,7 +86,7 @@ MISSES: dict[str, tuple[Mutation, str]] = {
     "an index in pip's configuration": (_pip_conf("[global]\nindex-url=https://i.test/"), "installer settings"),
     "the language, for a script": (_env("LC_ALL", "de_DE.UTF-8"), "variable LC_ALL"),
     "the tenant": (_ask(tenant="other"), "tenant"),
-    "the salt": (_ask(salt="again"), "salt"),
+    "the working folder in the image": (_ask(place="/work"), "place in the image"),
     "a declared variable": (_ask(variables=("RANK",)), "variable RANK"),
     "another declared input": (_ask(inputs=("declared", "limits.txt")), "input limits.txt"),
     "an image instead of the host": (_ask(image="sha256:" + "a" * 64), "base"),

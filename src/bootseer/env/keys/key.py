@@ -53,15 +53,13 @@ class Difference(NamedTuple):
     words: str
 
 
-def framed(parts: Iterable[str | bytes]) -> bytes:
-    """The parts as unambiguous bytes: each is preceded by its length."""
-    encoded = (part.encode("utf-8", "surrogateescape") if isinstance(part, str) else part for part in parts)
-    return b"".join([len(data).to_bytes(8, "big") + data for data in encoded])
-
-
 def digest_of(parts: Iterable[str | bytes]) -> str:
-    """SHA-256 of the framed parts as hex digits."""
-    return hashlib.sha256(framed(parts)).hexdigest()
+    """SHA-256 of the parts, each preceded by its length, as hex digits."""
+    found = hashlib.sha256()
+    for part in parts:
+        data = part.encode("utf-8", "surrogateescape") if isinstance(part, str) else part
+        found.update(len(data).to_bytes(8, "big") + data)
+    return found.hexdigest()
 
 
 def key_digest(components: Mapping[str, str]) -> str:

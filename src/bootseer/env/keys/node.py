@@ -28,7 +28,6 @@ from bootseer.env.keys.files import FactCache, NodeFiles, is_settled, stamp_of
 from bootseer.env.keys.key import digest_of
 from bootseer.env.keys.key_settings import search_path
 from bootseer.errors import PermanentError, os_errors_as
-from bootseer.io import proc
 from bootseer.machine import child
 
 _DPKG = "/var/lib/dpkg/status"
@@ -309,14 +308,9 @@ class Accelerators(Struct, frozen=True):
     driver: str = ""
 
 
-def architecture() -> str:
-    """`x86_64`, `aarch64`, ..."""
-    return os.uname().machine
-
-
 def cpu_level() -> str:
     """The x86-64 ABI level of this processor, elsewhere the name of the architecture."""
-    machine = architecture()
+    machine = os.uname().machine
     if machine != "x86_64":
         return machine
     found = re.search(r"^flags\s*:\s*(.+)$", _head("/proc/cpuinfo", 65_536), re.MULTILINE)
@@ -361,10 +355,6 @@ def read_accelerators(rows: str, driver: str) -> Accelerators:
     """Parse the output of `nvidia-smi`. GPUs hidden from this job count: another job may get them."""
     found = re.findall(r"^\s*(\d+\.\d+)\s*,\s*(\d[\d.]*)\s*$", rows, re.MULTILINE)
     return Accelerators(tuple(sorted({capability for capability, _ in found})), found[0][1] if found else driver)
-
-
-def umask() -> str:
-    return proc.status().get("Umask", "")
 
 
 def _head(path: str, limit: int) -> str:

@@ -25,6 +25,7 @@ from bootseer.env.keys.key import FORMAT, RequestKey, difference, digest_of, key
 from bootseer.env.keys.script import Inputs, gather
 from bootseer.env.keys.sources import commits_of, read_tree
 from bootseer.errors import BootseerError
+from bootseer.io import proc
 from bootseer.logs import logger
 from bootseer.store.addresses import without_credentials
 
@@ -49,7 +50,8 @@ class KeyRequest(Struct, frozen=True):
     kept: tuple[str, ...] = ()
     """The owner's options for paths that snapshots keep or leave out."""
     tenant: str = ""
-    salt: str = ""
+    place: str = ""
+    """The setup's working folder in the image, if the user has mounted it."""
     variables: tuple[str, ...] = ()
     """Variables declared by the user."""
 
@@ -137,7 +139,7 @@ class _Collector:
             self._add("working folder", ask.cwd, [inputs.cwd_reason])
         if ask.kept:
             self._add("kept", f"sha256:{digest_of(sorted(ask.kept))}", ask.kept)
-        for name, value in (("tenant", ask.tenant), ("salt", ask.salt)):
+        for name, value in (("tenant", ask.tenant), ("place in the image", ask.place)):
             if value:
                 self._add(name, value)
         self._unpinned.update(inputs.requirements.unpinned)
@@ -193,7 +195,7 @@ class _Collector:
                     self._environment(prefix)
         with self._noting_problems():
             self._fingerprint(folders)
-        self._add("user", f"{os.geteuid()}:{os.getegid()} umask {node.umask()}")
+        self._add("user", f"{os.geteuid()}:{os.getegid()} umask {proc.status().get('Umask', '')}")
         return prefix
 
     def _more_folders(self, python: node.Interpreter) -> list[str]:
@@ -217,7 +219,7 @@ class _Collector:
 
     def _node(self) -> None:
         gpus = node.accelerators(self._ask.env)
-        facts = {"architecture": node.architecture(), "cpu": node.cpu_level()}
+        facts = {"architecture": os.uname().machine, "cpu": node.cpu_level()}
         if not self._ask.image:
             facts["libc"] = node.libc()
         for name, value in facts.items():

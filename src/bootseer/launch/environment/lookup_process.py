@@ -45,7 +45,7 @@ def key_request(
         tenant=options.tenant,
         kept=(*(f"left out {path}" for path in options.leave_out), *(f"kept {path}" for path in options.keep)),
         variables=options.variables,
-        salt=options.place,
+        place=options.place,
     )
 
 
