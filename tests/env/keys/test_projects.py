@@ -190,3 +190,31 @@ def test_a_branch_that_a_lock_fixes_is_not_asked_for(empty: Project) -> None:
     assert any(name.startswith("repository") for name in empty.key(setup="setup.sh").components)
     empty.write("uv.lock", "version = 1\n")
     assert not any(name.startswith("repository") for name in empty.key(setup="setup.sh").components)
+
+
+@pytest.mark.slow
+def test_a_member_of_a_workspace_is_installed_by_the_lock_above_it(empty: Project) -> None:
+    for name in ("a", "b"):
+        empty.write(f"packages/{name}/pyproject.toml", f"[project]\nname = '{name}'\nversion = '1'\n")
+    empty.write("pyproject.toml", "[tool.uv.workspace]\nmembers = ['packages/*']\n")
+    empty.write("uv.lock", "version = 1\n[[package]]\nsource = {editable = 'packages/b'}\n")
+    empty.write("packages/a/setup.sh", "uv sync --frozen\n")
+    asked = {"setup": "setup.sh", "cwd": str(empty.job / "packages/a")}
+    keys = [empty.key(**asked)]
+    for name, text in (("uv.lock", "# again"), ("pyproject.toml", "# again"), ("packages/b/b.py", "")):
+        path = empty.job / name
+        path.write_text((path.read_text() if path.exists() else "") + text)
+        keys.append(empty.key(**asked))
+        (row,) = difference(keys[-2].components, keys[-1])
+        assert row.name in (f"file {path}", f"package {path.parent}")
+
+
+@pytest.mark.slow
+def test_the_project_that_a_variable_of_uv_names_is_in_the_key(empty: Project) -> None:
+    empty.write("other/pyproject.toml", PROJECT)
+    empty.write("setup.sh", "uv sync\n")
+    env = {**empty.env, "UV_PROJECT": "other"}
+    before = empty.key(setup="setup.sh", env=env)
+    empty.write("other/uv.lock", "version = 1\n")
+    after = empty.key(setup="setup.sh", env=env)
+    assert [row.name for row in difference(before.components, after)] == ["requirements other/uv.lock"]

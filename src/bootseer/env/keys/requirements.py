@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from bootseer.env.changes import parents
 from bootseer.env.keys import requirement
 from bootseer.env.keys.key_settings import looks_secret
 from bootseer.env.keys.requirement import Requirement
@@ -137,13 +138,21 @@ class Requirements:
 
     def add_project(self, folder: str, files: NodeFiles, *, is_locked: bool = False) -> None:
         """Add what the project in a folder takes from this machine and, without a lock, from repositories."""
-        kinds: dict[str, requirement.FileKind] = {"pyproject.toml": "pyproject", "uv.lock": "uv.lock"}
-        for name, kind in kinds.items():
+        for name, kind in _OF_UV.items():
             path = f"{folder}/{name}"
             with contextlib.suppress(BootseerError):  # it is not there, or its installer refuses it
                 for wanted in requirement.unhashed_sources(kind, path, files.read(path)):
                     if wanted.kind == "path" or not is_locked:
                         self.add(wanted, files, (folder,), no_deps=is_locked)
+
+    def add_workspace(self, folder: str, files: NodeFiles) -> list[str]:
+        """Add the local members of the workspace of uv whose lock lies above a folder. Returns its lock and settings,
+        which decide what is installed; empty without one."""
+        places = (above for above in reversed([*parents(folder)]) if files.kind(f"{above}/uv.lock") == "file")
+        root = next(places, "")
+        if root:
+            self.add_project(root, files, is_locked=True)
+        return [path for name in _OF_UV if root and files.kind(path := f"{root}/{name}") == "file"]
 
     def close(self) -> None:
         """Called after the last file: resolve what depends on all files."""
@@ -269,6 +278,7 @@ class Requirements:
 
 
 _DEPENDENCIES = "dependencies of"
+_OF_UV: Mapping[str, requirement.FileKind] = {"pyproject.toml": "pyproject", "uv.lock": "uv.lock"}
 
 
 def is_requirements_name(path: str) -> bool:

@@ -204,11 +204,8 @@ class Reader:
 
     def _is_input_folder(self, folder: str, inside: bool) -> bool:
         """Whether a named folder is an input: not one of the system, and not the whole home."""
-        return (inside or not lies_in(folder, _SYSTEM)) and folder not in (
-            "/",
-            self._paths.expand("~"),
-            *self._paths.bases,
-        )
+        whole = ("/", self._paths.expand("~"), *self._paths.bases)
+        return (inside or not lies_in(folder, _SYSTEM)) and folder not in whole
 
     def _environment(self, path: str) -> bool:
         """Note the Python environment that the path lies in, except the base's own."""
@@ -355,11 +352,13 @@ class Reader:
 
     def _project(self, program: str, words: Sequence[str]) -> None:
         """A project that the program works on: its folder, or only the files that list packages."""
-        marker = programs.PROJECTS.get(program, "")
+        marker, asked = programs.PROJECTS.get(program, ""), self._inputs.requirements
         for folder in self._project_folders(words, marker) if marker else ():
             if marker == "pyproject.toml":
                 locked = self._project_folders(words, programs.LOCKS.get(program, ""))
-                self._inputs.requirements.add_project(folder, self._look, is_locked=folder in locked)
+                asked.add_project(folder, self._look, is_locked=folder in locked)
+                if program == "uv" and not locked:
+                    self._inputs.files |= dict.fromkeys(asked.add_workspace(folder, self._look), False)
             with contextlib.suppress(BootseerError):
                 data = self._look.read(f"{folder}/{marker}")
                 if marker == "pyproject.toml" and requirement.installs_packages_alone(words, data):
@@ -370,7 +369,8 @@ class Reader:
 
     def _project_folders(self, words: Sequence[str], name: str) -> list[str]:
         """Folders that a program with these words may work on, of those that have a file of this name."""
-        options = option_values(words, ("-C", "-S", "--directory", "--project"))
+        by_variable = ["${UV_PROJECT}"] if words[0].endswith("uv") else []
+        options = (*option_values(words, ("-C", "-S", "--directory", "--project")), *by_variable)
         named = [path for word in options for path in self._paths.existing(word)]
         return [base for base in named or self._paths.bases if self._look.kind(f"{base}/{name}") == "file"]
 
