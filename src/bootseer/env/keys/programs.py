@@ -158,6 +158,8 @@ def _checkout(names: Sequence[str]) -> list[str]:
 def unpinned_packages(program: str, words: Sequence[str]) -> str:
     """Packages that a package manager installs in any version, behind its name, which alone stands for those of a
     project; empty if none."""
+    if "download" in words[1:4]:  # a model of `hf`, `spacy`, `kaggle datasets`
+        return f"{program} download"
     rest = _plain(words[1:])
     if program == "uv" and rest[:1] == ["tool"]:
         rest = rest[1:]

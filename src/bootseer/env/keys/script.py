@@ -292,13 +292,14 @@ class Reader:
             self._wanted(text, editable=editable, no_deps=no_deps)
 
     def _requirement_file(self, word: str, constraint: bool) -> None:
-        text, asked = self._paths.expand(word), self._inputs.requirements
+        text, outputs = self._paths.expand(word), self._inputs.outputs
+        found = [path for path in self._paths.existing(word) if path not in outputs]
         if "://" in text:
-            asked.unpinned[f"the file {without_credentials(text)}"] = None
-        for path in self._paths.existing(word):
-            if path in self._inputs.outputs:
-                asked.unpinned[f"{word} (written when the setup runs)"] = None
-            elif self._look.kind(path) == "file":
+            self._inputs.requirements.unpinned[f"the file {without_credentials(text)}"] = None
+        elif not found:
+            self._inputs.requirements.unpinned[f"{word} (known when the setup runs)"] = None
+        for path in found:
+            if self._look.kind(path) == "file":
                 self._inputs.requirement_files[path] = constraint
 
     def _wanted(self, text: str, *, editable: bool, no_deps: bool) -> None:
@@ -407,15 +408,10 @@ _MAX_SCRIPTS = 500
 _SHELL_LINE = re.compile(rb"#!\s*\S*?(?:/env\s+(?:-\S+\s+)*)?\S*?(?:ba|da|z|k|a)?sh\b")
 _PROGRAM_LINE = re.compile(rb"#!.*(python|perl|ruby|node)")
 # Variables that give files to pip and uv; True for constraint files.
-_FILE_VARIABLES = {
-    "PIP_REQUIREMENT": False,
-    "PIP_CONSTRAINT": True,
-    "UV_CONSTRAINT": True,
-    "UV_OVERRIDE": True,
-    "UV_EXCLUDE": True,
-    "UV_BUILD_CONSTRAINT": True,
-    "PIP_BUILD_CONSTRAINT": True,
-}
+_FILE_VARIABLES = {"PIP_REQUIREMENT": False} | dict.fromkeys(
+    ("PIP_CONSTRAINT", "UV_CONSTRAINT", "UV_OVERRIDE", "UV_EXCLUDE", "UV_BUILD_CONSTRAINT", "PIP_BUILD_CONSTRAINT"),
+    True,
+)
 
 
 def gather(

@@ -368,9 +368,9 @@ class Paths:
         return self._absolute(meanings[0])[:1] if len(meanings) == 1 else []
 
     def change_folder(self, word: str) -> None:
-        """Let relative words start from a folder; they may still start from the others."""
-        for path in self.existing(word):
-            if self._look.kind(path) == "folder" and path != self.bases[0]:
+        """Let relative words start from a folder, which the script may make; they may still start from the others."""
+        for path in self.existing(word) or self.certain(word):
+            if self._look.kind(path) != "file" and path != self.bases[0]:
                 self._existing.clear()
                 self.bases = [path, *(base for base in self.bases if base != path)]
 
