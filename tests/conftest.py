@@ -71,7 +71,8 @@ def _remove_earlier_runs() -> None:
     """Remove the folders of failed or killed runs, 4 GB each, except the latest and those in use or with mounts."""
     runs = [(folder.stat().st_mtime, folder) for folder in Path("/tmp").glob("bootseer-tests-*") if folder.exists()]
     for _, folder in sorted(runs)[:-1]:
-        with contextlib.suppress(OSError):  # it is locked by its run, belongs to another user, or was deleted
+        # It is locked by its run, belongs to another user, was deleted, or has a tree that is too deep.
+        with contextlib.suppress(OSError, RecursionError):
             lock = os.open(folder, os.O_RDONLY)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -130,7 +130,7 @@ def test_traps_for_errors_work_as_without_us(tmp_path: Path) -> None:
 
 def test_a_subshell_with_a_trap_of_its_own_tells_nothing(tmp_path: Path) -> None:
     ran = run(tmp_path, f"{BASH}(trap 'echo sub' EXIT; export B=2)\nexec true\n")
-    assert (ran.output, ran.left) == ("sub\n", exports.NO_EXPORTS)
+    assert (ran.output, ran.left) == ("sub\n", ExportDiff((), ()))
 
 
 def test_subshells_and_nested_scripts_tell_nothing(tmp_path: Path) -> None:
@@ -148,10 +148,10 @@ def test_functions_arrays_and_what_belongs_to_the_shell_are_no_exports(tmp_path:
 
 
 def test_a_script_that_becomes_another_program_or_is_killed_tells_nothing(tmp_path: Path) -> None:
-    assert run(tmp_path, f"{BASH}export A=1\nexec true\n").left == exports.NO_EXPORTS
+    assert run(tmp_path, f"{BASH}export A=1\nexec true\n").left == ExportDiff((), ())
     shutil.rmtree(tmp_path / "it's told")
     ran = run(tmp_path, f"{BASH}export A=1\nkill -9 $$\n")
-    assert (ran.left, ran.code) == (exports.NO_EXPORTS, -9)
+    assert (ran.left, ran.code) == (ExportDiff((), ()), -9)
 
 
 def test_a_broken_path_of_the_script_does_not_break_the_hook(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_other_programs_run_as_they_are(tmp_path: Path) -> None:
     ran = run(
         tmp_path, f"#!{sys.executable}\nimport os, sys\nos.environ['A'] = '1'\nprint(sys.argv[1])\nsys.exit(3)\n", "x"
     )
-    assert (ran.code, ran.output, ran.left) == (3, "x\n", exports.NO_EXPORTS)
+    assert (ran.code, ran.output, ran.left) == (3, "x\n", ExportDiff((), ()))
 
 
 def test_options_on_the_line_of_the_interpreter_are_kept(tmp_path: Path) -> None:
@@ -236,14 +236,14 @@ def test_values_around_a_present_one_are_put_around_it_again() -> None:
 
 def test_half_a_file_counts_as_none(tmp_path: Path) -> None:
     (tmp_path / "environment").write_bytes(b"A=1\0B=")
-    assert exports.read_exports(tmp_path, {}) == exports.NO_EXPORTS
+    assert exports.read_exports(tmp_path, {}) == ExportDiff((), ())
 
 
 def test_a_link_or_a_pipe_that_a_script_put_in_the_place_of_its_exports_is_none(tmp_path: Path) -> None:
     (tmp_path / "host").write_bytes(b"NAME=of the host\0\0")
     output = tmp_path / exports.OUTPUT
     output.symlink_to("host")
-    assert exports.read_exports(tmp_path, {}) == exports.NO_EXPORTS
+    assert exports.read_exports(tmp_path, {}) == ExportDiff((), ())
     output.unlink()
     os.mkfifo(output)
-    assert exports.read_exports(tmp_path, {}) == exports.NO_EXPORTS
+    assert exports.read_exports(tmp_path, {}) == ExportDiff((), ())

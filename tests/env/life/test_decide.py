@@ -88,7 +88,7 @@ def test_what_was_found_and_asked_for_decides(
 def test_a_snapshot_from_the_future_names_the_clocks() -> None:
     decision = decide("auto", Lookup("found", document(max_age_s=86400.0)), now_s=BUILT_S - 7200)
     assert (decision.action, decision.code) == (Action.BUILD, "expired")
-    assert decision.reason == "built 2.0 hours in the future by this node's clock: it or that of node-1 is wrong"
+    assert decision.reason == "built 2 h 00 min in the future by this node's clock: it or that of node-1 is wrong"
 
 
 def test_every_combination_has_an_outcome_whose_code_is_explained() -> None:
@@ -175,4 +175,4 @@ def test_a_start_without_its_required_snapshot_fails_with_exit_code_1() -> None:
 def test_the_words_name_the_age() -> None:
     old = replace(FOUND, max_age_s=86400.0 * 2)
     words = decide("auto", Lookup("found", old), now_s=BUILT_S + 3 * 86400).reason
-    assert words == "built 3.0 days ago, may be 2.0 days old"
+    assert words == "built 72 h 00 min ago, may be 48 h 00 min old"

@@ -91,8 +91,6 @@ def test_a_removed_snapshot_is_not_used_when_the_store_is_unavailable(
 def test_what_was_built_here_is_known_here(local: NodeCatalog, away: Catalog) -> None:
     keep(local, document())
     assert local.look_up(away, KEY).document == document()
-    local.forget(KEY)
-    assert local.look_up(away, KEY).document is None
 
 
 def test_a_damaged_memory_is_no_memory(local: NodeCatalog, away: Catalog, tmp_path: Path) -> None:

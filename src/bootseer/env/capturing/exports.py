@@ -164,9 +164,6 @@ class ExportDiff:
     """Reasons why the setup is not snapshot-safe."""
 
 
-NO_EXPORTS = ExportDiff((), ())
-
-
 def read_exports(folder: Path, before: Mapping[str, str], *, node_words: Iterable[str] = ()) -> ExportDiff:
     """The exports of a script that has ended. `folder` as for `capture_command`, `before` its whole initial
     environment.
@@ -180,12 +177,12 @@ def read_exports(folder: Path, before: Mapping[str, str], *, node_words: Iterabl
         with os.fdopen(opened, "rb") as file:
             data = file.read(MAX_BYTES + 1) or b""
     except OSError:
-        return NO_EXPORTS
+        return ExportDiff((), ())
     if len(data) > MAX_BYTES:
         return ExportDiff((), (f"its environment has more than {MAX_BYTES >> 20} MiB",))
     entries, whole, _ = data.partition(b"\0\0")
     if not whole:
-        return NO_EXPORTS
+        return ExportDiff((), ())
     after = {}
     for entry in entries.split(b"\0"):
         name, equals, value = entry.decode("utf-8", "surrogateescape").partition("=")

@@ -8,6 +8,7 @@ trusted: a forged digest would select the wrong environment.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -98,7 +99,7 @@ class NodeFiles:
     def __init__(self, facts: FactCache, visible: Callable[[str], bool] = lambda path: True) -> None:
         self._facts = facts
         self._visible = visible
-        self._digests: dict[str, tuple[str, os.stat_result]] = {}
+        self.digest = functools.cache(self._digest)  # each file once, as an input may lie in another one
         self._num_files = 0
         self._num_bytes = 0
 
@@ -132,13 +133,8 @@ class NodeFiles:
         """Whether this process may execute the file."""
         return os.access(path, os.X_OK)
 
-    def digest(self, path: str) -> tuple[str, os.stat_result]:
-        """SHA-256 of the content as hex digits, and the file's status; read once. Raises `PermanentError`."""
-        if path not in self._digests:
-            self._digests[path] = self._digest(path)
-        return self._digests[path]
-
     def _digest(self, path: str) -> tuple[str, os.stat_result]:
+        """SHA-256 of the content as hex digits, and the file's status. Raises `PermanentError`."""
         with _open_regular(path) as file:
             status = os.fstat(file.fileno())
             stamp = stamp_of(status)

@@ -79,14 +79,10 @@ def parse(text: str, *, editable: bool = False, hashed: bool = False) -> Require
     if named and not _VCS.match(text) and "://" not in text.partition("@")[0]:
         name, place = normalised(named[1]), named[2]
         return _at(place, name, editable, hashed)
-    if "://" in text or text.startswith("file:") or _looks_like_path(text):
+    if editable or "://" in text or text.startswith("file:") or _looks_like_path(text):
         return _at(text, "", editable, hashed)
     found = _NAME.fullmatch(text.partition(";")[0].strip())
-    if found is None:
-        return None
-    if editable:
-        return _at(text, "", editable, hashed)
-    return Requirement("name", normalised(found[1]), found[2].strip(), hashed=hashed)
+    return Requirement("name", normalised(found[1]), found[2].strip(), hashed=hashed) if found is not None else None
 
 
 def _at(place: str, name: str, editable: bool, hashed: bool) -> Requirement:

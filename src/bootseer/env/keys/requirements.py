@@ -59,7 +59,7 @@ class Requirements:
     """The requirements of the files, in the order found; filled by `add_files`."""
 
     files: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """With what of them counts (`lines_without_logins`, `requirement.relevant_parts`); all bytes count if empty."""
+    """With what of them counts (lines without logins, `requirement.relevant_parts`); all bytes count if empty."""
     locals: dict[str, bool] = field(default_factory=dict)
     """Local wheels, archives and source trees; True for editable ones."""
     repositories: dict[tuple[str, str], Requirement] = field(default_factory=dict)
@@ -148,8 +148,7 @@ class Requirements:
     def add_workspace(self, folder: str, files: NodeFiles) -> list[str]:
         """Add the local members of the workspace of uv whose lock lies above a folder. Returns its lock and settings,
         which decide what is installed; empty without one."""
-        places = (above for above in reversed([*parents(folder)]) if files.kind(f"{above}/uv.lock") == "file")
-        root = next(places, "")
+        root = next((above for above in reversed([*parents(folder)]) if files.kind(f"{above}/uv.lock") == "file"), "")
         if root:
             self.add_project(root, files, is_locked=True)
         return [path for name in _OF_UV if root and files.kind(path := f"{root}/{name}") == "file"]
@@ -185,7 +184,7 @@ class Requirements:
             self.problems.append(f"{path}: not a text file")
             return []
         text = data.decode("utf-8-sig", "replace")
-        self.files[path] = lines_without_logins(data)
+        self.files[path] = tuple(map(without_credentials, data.decode("utf-8", "surrogateescape").split("\n")))
         self._is_locked |= bool(_COMPILED.search(text[:4000]))
         return self._text(text, path, constraint, files, cwd)
 
@@ -291,11 +290,6 @@ def is_requirements_name(path: str) -> bool:
         or bool(re.fullmatch(r".*(requirements|constraints|reqs)[^/]*\.(txt|in)", name))
         or (name.startswith(("requirements", "constraints")) and not name.endswith((".sh", ".bash", ".py")))
     )
-
-
-def lines_without_logins(data: bytes) -> tuple[str, ...]:
-    """The lines of a requirement file without logins in addresses, which may be renewed."""
-    return tuple(map(without_credentials, data.decode("utf-8", "surrogateescape").split("\n")))
 
 
 def logical_lines(text: str) -> Iterator[str]:

@@ -128,7 +128,8 @@ class NodeCatalog:
         if found.document is not None:
             self.keep(found.document, found.data)
         elif found.kind == "none":
-            self.forget(key)  # it was removed on purpose
+            with contextlib.suppress(BootseerError):  # it was removed on purpose
+                self._kept.store.delete(document_name(key))
         return found
 
     def keep(self, document: EnvironmentDocument, data: bytes) -> None:
@@ -144,10 +145,6 @@ class NodeCatalog:
             with contextlib.suppress(OSError):
                 if path.stat().st_mtime < oldest_s:
                     path.unlink()
-
-    def forget(self, key: str) -> None:
-        with contextlib.suppress(BootseerError):
-            self._kept.store.delete(document_name(key))
 
     def object(self, stored: Stored, origin: Store) -> bytes:
         """A small content-addressed object (the manifest), as `LocalObjects.content`."""

@@ -24,6 +24,7 @@ from bootseer.artifact import kind
 from bootseer.env import Mode
 from bootseer.env.document import EnvironmentDocument
 from bootseer.errors import UsageError
+from bootseer.units import format_seconds
 
 Ended = Literal["published", "builder-died", "builder-gave-up", "waited-too-long", "no-lease"]
 """How a wait for the builder ends."""
@@ -199,9 +200,10 @@ def _applicable(
         yield Decision(Action.INSTALL, _REFUSED + refusal[0], refusal[1])
     if document.expired(now_s):
         age_s, builder = now_s - document.built_s, document.builder
-        words = f"built {_age(age_s)} ago, may be {_age(document.max_age_s or 0)} old"
+        age, limit = format_seconds(abs(age_s)), format_seconds(document.max_age_s or 0)
+        words = f"built {age} ago, may be {limit} old"
         if age_s < 0:
-            words = f"built {_age(-age_s)} in the future by this node's clock: it or that of {builder} is wrong"
+            words = f"built {age} in the future by this node's clock: it or that of {builder} is wrong"
         if state == "unreachable":  # a new one could not be published now
             yield Decision(Action.INSTALL, "expired", words)
         yield Decision(Action.BUILD, "expired", words, replaces=document, replace=True)
@@ -227,9 +229,3 @@ def _follow_up(decision: Decision, action: Action, code: str, words: str) -> Dec
         replace=decision.replace and building,
         mode=decision.mode,
     )
-
-
-def _age(seconds: float) -> str:
-    if abs(seconds) >= 86400:
-        return f"{seconds / 86400:.1f} days"
-    return f"{seconds / 3600:.1f} hours" if abs(seconds) >= 3600 else f"{seconds:.0f} s"

@@ -140,13 +140,8 @@ class _Planner(Struct):
 
     def check_deletions(self) -> None:
         """Refuse to delete folders with entries that are not in the snapshot."""
-        for step in self.deletions:
-            entry = step.entry
-            if (
-                entry.before == "directory"
-                and not self._may_delete_contents(entry.path)
-                and self.tree.names(entry.path)
-            ):
+        for entry in (step.entry for step in self.deletions if step.entry.before == "directory"):
+            if not (self.captured or is_system(entry.path)) and self.tree.names(entry.path):
                 self._refuse(entry, "the setup deleted this folder, which is not empty here")
 
     def check_hidden(self, entry: Entry) -> None:
@@ -165,9 +160,6 @@ class _Planner(Struct):
             same = not entry.before
         if not same:
             self._refuse(entry, "the setup changed it, and it differs here from what the setup found")
-
-    def _may_delete_contents(self, path: str) -> bool:
-        return self.captured or is_system(path)
 
     def _operation(self, entry: Entry, found: os.stat_result | None) -> Operation | None:
         """The operation for a path; None if there is nothing to do, or it was refused."""
@@ -247,7 +239,7 @@ class _Planner(Struct):
             is_above_root = any(lies_in(root, [path]) for root in self.roots)  # its mount point is there already
             if path in self.entries or is_above_root:
                 continue
-            if not self._may_delete_contents(path):
+            if not (self.captured or is_system(path)):
                 self._refuse(entry, f"the setup replaced this folder, which contains {name} here")
                 return
             gone = Entry(path, "deleted")

@@ -103,8 +103,7 @@ class SecretCheck:
             self._learn_variable(name, value)
 
     def check_paths(self, rows: Sequence[tuple[str, PathKind, int, bytes]], read: Callable[[str], bytes]) -> list[str]:
-        """Check the snapshot's paths, with kind, size, and link target and extended attributes as one text; `read`
-        returns the content of one."""
+        """Check paths, with kinds, sizes and other texts (link target, attributes); `read` returns a file's content."""
         self._published = published_files({path for path, kind, *_ in rows if kind == "file"}, read)
         wrong = []
         for path, kind, size, attributes in rows:
