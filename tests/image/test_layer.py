@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import shutil
 import stat
 import subprocess
@@ -18,8 +19,12 @@ from hypothesis import strategies as st
 
 from bootseer.artifact.objects import read_index
 from bootseer.artifact.unpacked import unpack
+from bootseer.erofs.merged import MergedLayers
+from bootseer.erofs.writer import ErofsWriter
 from bootseer.errors import BootseerError
 from bootseer.image.conversion.convert import block_reader, convert
+from bootseer.image.conversion.layer_tree import LayerTree
+from bootseer.image.conversion.tar import Member
 from bootseer.image.document import ImageDocument
 from bootseer.image.reference import parse_reference
 from bootseer.image.sources.open import open_source
@@ -199,6 +204,10 @@ LOWER = [
         pytest.param([hard_link("n", "d/e/f"), whiteout("d/e")], id="a file moved out of a removed directory"),
         pytest.param([hard_link("d/n", "d/g"), opaque("d")], id="a file moved inside an emptied directory"),
         pytest.param([hard_link("n", "d/g"), file("d/g", b"x"), whiteout("d/g")], id="a file over a moved one"),
+        pytest.param([hard_link("n", "d/g"), file("d/m"), whiteout("d")], id="a moved file beside a new one"),
+        pytest.param([hard_link("n", "d/e/f"), file("d/e/m"), opaque("d")], id="a moved file beside a new one, deeper"),
+        pytest.param([opaque("d"), file("d/n"), whiteout("d/g")], id="whiteout in an opaque directory"),
+        pytest.param([file("d/n"), whiteout("d/g"), opaque("d")], id="whiteout in a directory made opaque"),
     ],
 )
 def test_a_second_layer_means_what_it_means_to_umoci(upper: list[Entry], tmp_path: Path) -> None:
@@ -232,6 +241,26 @@ def test_marks_of_overlayfs_in_a_layer_have_no_power(tmp_path: Path) -> None:
     assert shown[b"d/e/f"].size == 1
     found = _unpacked(tmp_path, [layer(*LOWER), layer(*upper)])
     assert dict(found[b"d"].xattrs) == {b"trusted.overlay.opaque": b"y", b"trusted.overlay.redirect": b"/usr"}
+
+
+def test_repeated_marks_cost_no_more_walks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a layer of a few MB, with a million marks for a directory of a million files, is converted for days."""
+    writer = ErofsWriter(io.BytesIO())
+    tree = LayerTree(writer, lower=MergedLayers([]))
+    for name in (b"a", b"a/b", *(b"a/b/%d" % number for number in range(50)), b"c/d/e", b"c/d/f"):
+        tree.add(Member(name, stat.S_IFDIR, 0o755, 0, 0, 0, (0, 0), b"", 0))
+    walk, walked = writer.tree.walk_directory, list[int]()
+
+    def counted(inode: int) -> Iterator[tuple[bytes, int]]:
+        walked.append(inode)
+        return walk(inode)
+
+    monkeypatch.setattr(writer.tree, "walk_directory", counted)
+    for mark in (b"a/b/.wh..wh..opq", b"a/.wh.b", b".wh.c", b".wh..wh..opq"):
+        for _ in range(2):
+            before = len(walked)
+            tree.add(Member(mark, stat.S_IFREG, 0o644, 0, 0, 0, (0, 0), b"", 0))
+        assert len(walked) == before
 
 
 NAMES = st.sampled_from(["a", "b", "c", "a/b", "a/c", "b/a", "a/b/c", "c/a/b", "b/b/b"])

@@ -160,50 +160,52 @@ class LayerTree:
         if name in {b"", b".", b".."}:
             raise PermanentError("a whiteout without a name")
         holder = self._existing(directory)
-        if holder is None:
-            return  # no layer has the directory: nothing to hide
+        if holder is None or not holder.open:
+            return  # lower layers have nothing there to hide
         existing = self._tree.child(holder.inode, name)
-        if existing is not None and self._is_no_member(holder.inode, name, existing):
-            self._tree.unlink(holder.inode, name)
-            self._last_parent = existing = None
-        if existing is None:
+        if existing is None or self._is_no_member(holder.inode, name, existing):
             if self._whiteout is None:
                 self._whiteout = self._tree.add(Attributes(WHITEOUT_MODE))
             self._tree.link(holder.inode, name, self._whiteout)
+            self._last_parent = None
         elif self._tree.is_directory(existing):
-            self._set_opaque(existing)
+            self._implicit.discard(existing)  # its members stay, so it need not be searched for them again
+            if existing not in self._opaque:
+                self._hide_lower(existing)
 
     def _make_opaque(self, directory: list[bytes]) -> None:
         holder = self._existing(directory)
-        if holder is None:
-            return
-        for name, inode in list(self._tree.walk_directory(holder.inode)):
-            if inode != self._whiteout and self._is_no_member(holder.inode, name, inode):
-                self._tree.unlink(holder.inode, name)
-                self._last_parent = None
-        if holder.inode == ROOT:
+        if holder is not None and holder.open:
+            self._hide_lower(holder.inode)
+
+    def _hide_lower(self, directory: int) -> None:
+        """Hide what lower layers have in this directory, and what was copied from them into this layer."""
+        waiting = [directory]
+        while waiting:
+            here = waiting.pop()
+            for name, inode in list(self._tree.walk_directory(here)):
+                if self._is_no_member(here, name, inode):
+                    self._tree.unlink(here, name)
+                elif self._tree.is_directory(inode) and inode not in self._opaque:
+                    waiting.append(inode)
+        self._last_parent = None
+        if directory == ROOT:
             self.root_opaque = True
-            self._last_parent = None
         else:
-            self._set_opaque(holder.inode)
+            self._opaque.add(directory)
+            self._tree.update(directory, _opaque(self._tree.attributes(directory)))
 
     def _is_no_member(self, directory: int, name: bytes, inode: int) -> bool:
         """Whether this tree was created for whiteouts and as the target of hard links alone: a whiteout hides it."""
         waiting = [(directory, name, inode)]
         while waiting:
             directory, name, inode = waiting.pop()
-            if (directory, name) in self._copied:
+            if inode == self._whiteout or (directory, name) in self._copied:
                 continue
             if inode not in self._implicit:
                 return False
-            waiting += [(inode, *child) for child in self._tree.walk_directory(inode) if child[1] != self._whiteout]
+            waiting += [(inode, *child) for child in self._tree.walk_directory(inode)]
         return True
-
-    def _set_opaque(self, inode: int) -> None:
-        if inode not in self._opaque:
-            self._opaque.add(inode)
-            self._tree.update(inode, _opaque(self._tree.attributes(inode)))
-            self._last_parent = None
 
     def _put(self, parent: _Directory, name: bytes, inode: int) -> None:
         if self._tree.child(parent.inode, name) is not None:
