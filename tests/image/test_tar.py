@@ -84,8 +84,8 @@ def test_long_names_and_large_numbers_are_kept(dialect: int) -> None:
 
 def test_xattrs_are_those_that_runtimes_read() -> None:
     pax = {"LIBARCHIVE.xattr.user.b%20c": "AP8"}
-    found = _read(layer(file("f", xattrs={"user.a": b"y\xff"}, pax=pax)))
-    assert found[0][0].xattrs == {b"user.a": b"y\xff"}
+    found = _read(layer(file("f", xattrs={"user.a": b"y\xff", "user.empty": b""}, pax=pax)))
+    assert found[0][0].xattrs == {b"user.a": b"y\xff", b"user.empty": b""}
 
 
 def test_names_are_those_of_go() -> None:

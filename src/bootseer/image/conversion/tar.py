@@ -29,6 +29,7 @@ _SPACES = b" " * 8
 _TIME = re.compile(rb"(-?)([0-9]{1,19})(?:\.([0-9]*))?")
 _DECIMAL = re.compile(rb"[0-9]{1,19}")
 _SCHILY = b"SCHILY.xattr."
+_SCHILY_USER = _SCHILY + b"user."
 MAX_RECORDS_BYTES = 1 << 20
 """Limit of a pax header or a long name, as in other readers."""
 _KINDS = {
@@ -147,7 +148,8 @@ def parse_sparse_map(numbers: list[bytes]) -> list[Segment]:
 
 
 def parse_records(data: bytes) -> Records:
-    """The records of a pax header: `length key=value newline`. An empty value deletes an earlier one."""
+    """The records of a pax header: `length key=value newline`. An empty value deletes an earlier one, except that of a
+    user's extended attribute, which may be empty."""
     records = Records()
     at = 0
     offset: int | None = None
@@ -166,7 +168,7 @@ def parse_records(data: bytes) -> Records:
                 raise CorruptError("the map of a sparse file is damaged, or too long")
             records.sparse.append((offset, decimal(value)))
             offset = None
-        elif value:
+        elif value or key.startswith(_SCHILY_USER):
             records.values[key] = value
         else:
             records.values.pop(key, None)
