@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 import time
 from pathlib import Path
+
+import pytest
 
 from bootseer.machine import child
 
@@ -14,6 +17,12 @@ def test_output_and_code() -> None:
         [sys.executable, "-c", "import sys; print('a'); sys.stderr.write('b'); sys.exit(3)"], deadline_s=120
     )
     assert (ended.code, ended.output, ended.error) == (3, "a\nb", "")
+
+
+def test_no_folder_for_temporary_files_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container with a read-only root."""
+    monkeypatch.setattr(tempfile, "tempdir", "/nonexistent")
+    assert child.run(["echo", "a"], deadline_s=120).output == "a\n"
 
 
 def test_missing_program() -> None:

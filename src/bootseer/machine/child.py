@@ -10,7 +10,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,8 +47,9 @@ def run(
 
     `in_child` is called in the child before exec; at most `max_bytes` are kept of each output.
     """
-    # Files, not pipes: a grandchild that keeps a pipe open would delay the end of reading beyond the deadline.
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+    # Files, not pipes: a grandchild that keeps a pipe open would delay the end of reading beyond the deadline. They are
+    # in memory, because containers with a read-only root have no folder for temporary files.
+    with os.fdopen(os.memfd_create("stdout"), "rb") as out, os.fdopen(os.memfd_create("stderr"), "rb") as err:
         try:
             process = subprocess.Popen(
                 argv,
