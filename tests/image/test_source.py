@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from bootseer.errors import AccessError, BootseerError, CorruptError, NotFoundEr
 from bootseer.image.conversion.convert import convert
 from bootseer.image.document import ImageDocument, document_name
 from bootseer.image.reference import parse_reference
-from bootseer.image.sources.manifest import Platform, choose
+from bootseer.image.sources.manifest import Descriptor, Platform, choose
 from bootseer.image.sources.open import open_source
+from bootseer.image.sources.registry import _read_blob as read_blob
 from bootseer.image.sources.source import ImageSource, read_resumed
 from bootseer.store.oci import tag_of
 from bootseer.store.open import open_registry, open_store
@@ -335,6 +337,10 @@ def test_a_registry_that_sends_whole_blobs_only_is_read(
                 assert b"".join(found.read(start)) == whole[start:]
             assert b"".join(read_resumed(found)) == whole
         source.close()
+        with closing(open_registry(proxy.host, "a")) as client:  # it may send without an end
+            endless = read_blob(client, Descriptor(found.digest, 1000), 0)
+            with pytest.raises(CorruptError, match="more than the 1000 bytes"):
+                b"".join(endless)
 
 
 @needs_registry

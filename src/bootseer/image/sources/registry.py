@@ -8,7 +8,7 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from bootseer.errors import NotFoundError
+from bootseer.errors import CorruptError, NotFoundError
 from bootseer.image.reference import Reference
 from bootseer.image.sources.manifest import Descriptor, Platform, resolve_manifest
 from bootseer.image.sources.source import ImageSource, source_of
@@ -46,7 +46,7 @@ def open_registry_image(reference: Reference, platform: Platform, *, plain_http:
 
 def _read_blob(registry: Registry, blob: Descriptor, start: int) -> Generator[bytes, None, None]:
     """Read in ranges, each with a deadline of its own, so that a stalled connection is detected early. Where ranges
-    are ignored, the whole blob is read again, without what was read before."""
+    are ignored, the whole blob is read again, without what was read before. Never yields more than the blob's size."""
     try:
         while start < blob.size_bytes:
             length = min(_RANGE_BYTES, blob.size_bytes - start)
@@ -55,8 +55,12 @@ def _read_blob(registry: Registry, blob: Descriptor, start: int) -> Generator[by
                     start += len(piece)
                     yield piece
     except RangeIgnoredError:
+        left = blob.size_bytes
         with closing(registry.blob(blob.digest, timeout_s=_WHOLE_TIMEOUT_S)) as pieces:
             for piece in pieces:
+                left -= len(piece)
+                if left < 0:
+                    raise CorruptError(f"{registry}: more than the {blob.size_bytes} bytes of {blob.digest}") from None
                 if start < len(piece):
                     yield piece[start:]
                 start = max(start - len(piece), 0)
