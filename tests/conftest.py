@@ -8,7 +8,6 @@ import ctypes
 import fcntl
 import gc
 import os
-import shutil
 import signal
 import tempfile
 from collections.abc import Generator, Iterator
@@ -17,6 +16,8 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from bootseer.io.files import delete_tree
 
 pytest.register_assert_rewrite("store.contract")
 pytest_plugins = [
@@ -77,7 +78,7 @@ def _remove_earlier_runs() -> None:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if f" {folder}/" not in Path("/proc/self/mountinfo").read_text(errors="replace"):
-                    shutil.rmtree(folder, ignore_errors=True)
+                    delete_tree(folder)
             finally:
                 os.close(lock)
 
@@ -92,7 +93,8 @@ def pytest_collection_finish() -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     # The files of a failed run are kept for inspection.
     if (base := session.config.stash.get(_base, None)) is not None and session.exitstatus == pytest.ExitCode.OK:
-        shutil.rmtree(base / "t", ignore_errors=True)
+        with contextlib.suppress(OSError):
+            delete_tree(base / "t")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -110,7 +112,8 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     if report.when == "teardown" and item.stash[_passed] and isinstance(folder, Path):
         mounts = Path("/proc/self/mountinfo").read_text(errors="replace")
         if f" {folder}" not in mounts:
-            shutil.rmtree(folder, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                delete_tree(folder)
     return report
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ from bootseer.artifact.places import CACHE, own_folder
 from bootseer.artifact.progress import Say
 from bootseer.cache.disk import boot_id
 from bootseer.errors import PermanentError, os_errors_as
-from bootseer.io.files import write_all
+from bootseer.io.files import delete_tree, write_all
 from bootseer.io.locks import flocked, try_flock
 from bootseer.logs import logger
 from bootseer.mounts.kernel import is_mounted_anywhere
@@ -83,7 +82,7 @@ def delete_abandoned(parent: Path, prefix: str, release: Callable[[Path], None] 
     for path in parent.glob(f"{_NEW}*"):  # its creator was killed before it was named and locked
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime > _LEFT_OVER_S:
-                shutil.rmtree(path, ignore_errors=True)
+                delete_tree(path)
 
 
 @contextlib.contextmanager
@@ -128,10 +127,6 @@ def _open_lock(folder: Path) -> int:
 
 
 def _delete(path: Path) -> None:
-    # What cannot be deleted (an immutable file, a tree that is too deep) must not fail a job.
-    with contextlib.suppress(OSError, RecursionError):
+    with contextlib.suppress(OSError):  # what cannot be deleted, such as an immutable file, must not fail a job
         if not is_mounted_anywhere(f"/{path.name}/"):
-            # Imported here: each start loads this module, and few have anything to delete.
-            from bootseer.artifact.unpacked import delete_tree
-
             delete_tree(path)

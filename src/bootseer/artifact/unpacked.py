@@ -16,7 +16,6 @@ import ctypes
 import errno
 import hashlib
 import os
-import shutil
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,6 +29,7 @@ from bootseer.artifact.progress import Say
 from bootseer.erofs.reader import ErofsReader, Inode
 from bootseer.errors import BootseerError, CorruptError, PermanentError
 from bootseer.io import locks
+from bootseer.io.files import delete_tree
 from bootseer.io.tasks import Tasks
 from bootseer.mounts import kernel
 from bootseer.mounts.state import Runtime
@@ -116,19 +116,6 @@ def _sync(folder: Path) -> None:
             raise PermanentError(f"{folder}: cannot be written to the disk: {os.strerror(ctypes.get_errno())}")
     finally:
         os.close(opened)
-
-
-def delete_tree(folder: Path) -> None:
-    """Delete a tree, also with read-only folders. Nothing happens when it does not exist."""
-    if not folder.exists():
-        return
-    folder.chmod(0o700)
-    for path, names, _ in os.walk(folder):
-        for name in names:
-            child = Path(path, name)
-            if not child.is_symlink():
-                child.chmod(0o700)
-    shutil.rmtree(folder)
 
 
 def read_sparse(descriptor: int, size: int) -> Iterator[bytes | int]:

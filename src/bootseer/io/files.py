@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 from functools import cache
 from pathlib import Path
@@ -48,11 +49,35 @@ def discard(path: Path) -> None:
     """Remove a file, or a folder with its content, as far as possible. A link is not followed."""
     with contextlib.suppress(OSError):
         if path.is_dir() and not path.is_symlink():
-            import shutil
-
-            shutil.rmtree(path, ignore_errors=True)
+            delete_tree(path)
         else:
             path.unlink()
+
+
+def delete_tree(folder: Path) -> None:
+    """Delete a folder with its content, also read-only folders in it. Nothing happens if it does not exist.
+
+    Raises `OSError` if something cannot be deleted; the rest is.
+    """
+    import shutil
+    import subprocess
+
+    if not folder.exists():
+        return
+    try:
+        if os.geteuid():
+            folder.chmod(0o700)
+            for path, names, _ in os.walk(folder):
+                for name in names:
+                    if not (child := Path(path, name)).is_symlink():
+                        child.chmod(0o700)
+        shutil.rmtree(folder)
+    except (OSError, RecursionError) as error:
+        # Programs make trees deeper than Python's recursion limit, PATH_MAX and the limit of open files.
+        done = subprocess.run(["rm", "-rf", "--", folder], stderr=subprocess.PIPE, check=False)
+        if folder.exists():
+            why = os.fsdecode(done.stderr).strip().rpartition("\n")[2]
+            raise OSError(errno.ENOTEMPTY, why or os.strerror(errno.ENOTEMPTY), str(folder)) from error
 
 
 def lines_of(path: str | Path) -> list[str]:

@@ -15,7 +15,6 @@ import json
 import os
 import re
 import secrets
-import shutil
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -25,7 +24,7 @@ import msgspec
 from msgspec import Struct, field
 
 from bootseer.errors import BootseerError, PermanentError, os_errors_as
-from bootseer.io.files import replace_file
+from bootseer.io.files import delete_tree, replace_file
 from bootseer.io.trusted_folder import own_folder
 from bootseer.logs import logger
 from bootseer.mounts import control, kernel
@@ -145,7 +144,7 @@ class Runtime:
             kernel.unmount(Path(point), lazy=True)
         if left := kernel.mounts_below(folder):  # one of a parent namespace cannot be unmounted
             raise PermanentError(f"{left[0]} is still mounted")
-        shutil.rmtree(folder, onerror=_unless_missing)
+        delete_tree(folder)
 
     def remove_stale(self) -> None:
         """Remove the records and folders of all mounts that are gone.
@@ -187,9 +186,3 @@ def _read(folder: Path) -> MountState:
     if state.schema != SCHEMA or state.id != folder.name or not _ID.fullmatch(state.id):
         raise ValueError
     return state
-
-
-def _unless_missing(_: object, path: str, error: tuple[object, BaseException, object]) -> None:
-    """For `rmtree`: another process may delete the same files, for the same unmount."""
-    if not isinstance(error[1], FileNotFoundError):
-        raise error[1]

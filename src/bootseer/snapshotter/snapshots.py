@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from bootseer.errors import BootseerError, PermanentError
+from bootseer.io.files import delete_tree, discard
 from bootseer.logs import logger
 from bootseer.snapshotter.lazy import LazyImages, root_folder
 from bootseer.snapshotter.records import ACTIVE, COMMITTED, VIEW, ExistsError, Record, Records, RefusedError
@@ -81,7 +81,7 @@ class Snapshots:
         return mounts
 
     def _make(self, folder: Path, record: Record) -> None:
-        shutil.rmtree(folder, ignore_errors=True)  # left by a snapshot whose record a power failure removed
+        discard(folder)  # left by a snapshot whose record a power failure removed
         folder.mkdir(mode=0o700)
         files = folder / "fs"
         files.mkdir(mode=0o755)
@@ -135,7 +135,7 @@ class Snapshots:
         waiting = [self._files(record)]
         while waiting:  # `os.walk` of Python 3.11 ends at a thousand levels, which any container can make
             path = waiting.pop()
-            with contextlib.suppress(FileNotFoundError):  # a container may be changing the files
+            with contextlib.suppress(OSError):  # a container may be changing the files, or its paths are too long
                 status = path.lstat()
                 seen[status.st_dev, status.st_ino] = status.st_blocks
                 waiting += path.iterdir() if stat.S_ISDIR(status.st_mode) else ()
@@ -181,4 +181,7 @@ class Snapshots:
 
 def _delete(folder: Path) -> None:
     """Delete a folder. What cannot be deleted, because a shim is unmounting it right now, is left to `cleanup`."""
-    shutil.rmtree(folder, onerror=lambda _, path, error: _LOG.warning("%s cannot be deleted: %s", path, error[1]))
+    try:
+        delete_tree(folder)
+    except OSError as error:
+        _LOG.warning("%s cannot be deleted: %s", folder, error)

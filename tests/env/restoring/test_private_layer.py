@@ -17,6 +17,7 @@ from bootseer.artifact import owned_folder
 from bootseer.env.restoring import private_layer
 from bootseer.env.restoring.private_layer import MountPoints, PrivateFolder, is_root_in_use
 from bootseer.io.locks import try_flock
+from deep_trees import make_deep
 from killed_steps import is_killed
 
 
@@ -89,6 +90,15 @@ def test_kept_files_are_deleted_after_a_week(tmp_path: Path, place: str) -> None
     os.utime(folder, (0, time.time() - 8 * 86_400))
     next_run(tmp_path)
     assert not folder.exists()
+
+
+def test_what_a_job_wrote_is_deleted_at_any_depth(tmp_path: Path) -> None:
+    folder = PrivateFolder(tmp_path, lambda line: None)
+    make_deep(folder.folders("/usr")[0], 1200)
+    lines: list[str] = []
+    folder.close(lines.append)
+    assert "wrote 3600 files" in "".join(lines)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("step", ["_written", "delete_tree"])

@@ -28,13 +28,12 @@ from pathlib import Path
 
 from bootseer.artifact.owned_folder import OwnedFolder
 from bootseer.artifact.progress import Say
-from bootseer.artifact.unpacked import delete_tree
 from bootseer.env.changes import lies_in
 from bootseer.env.restoring.roots import is_system
 from bootseer.env.restoring.safe_tree import SafeTree, new_folder
 from bootseer.errors import BootseerError, PermanentError
 from bootseer.io import locks
-from bootseer.io.files import replace_file
+from bootseer.io.files import delete_tree, replace_file
 from bootseer.mounts.kernel import is_mounted_anywhere
 from bootseer.units import listed
 
@@ -161,12 +160,14 @@ def _no_marks(folder: str, names: Sequence[str]) -> list[str]:
 
 def _written(upper: Path) -> int:
     """Number of the files that a job wrote, without bytecode and other caches."""
-    num_files = 0
-    for path, folders, names in os.walk(upper):
-        folders[:] = [name for name in folders if not _CACHE.search(name)]
-        for name in (*names, *folders):
-            mode = os.lstat(f"{path}/{name}").st_mode
-            num_files += not _CACHE.search(name) and (stat.S_ISREG(mode) or stat.S_ISLNK(mode))
+    num_files, waiting = 0, [os.fspath(upper)]
+    while waiting:  # `os.walk` of Python 3.11 ends at a thousand levels
+        with contextlib.suppress(OSError), os.scandir(waiting.pop()) as entries:
+            for entry in entries:
+                if not _CACHE.search(entry.name):
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append(entry.path)
+                    num_files += entry.is_file(follow_symlinks=False) or entry.is_symlink()
     return num_files
 
 

@@ -6,7 +6,6 @@ Works from the mount's record, so that any process can do it, not only the one t
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 from bootseer.artifact.mounting import LazyMount, MountHandle
 from bootseer.artifact.places import CACHE, RUNTIME, containers_folder, own_folder
 from bootseer.errors import BootseerError, TransientError, UsageError
+from bootseer.io.files import discard
 from bootseer.mounts import kernel
 from bootseer.mounts.daemon import Daemon
 from bootseer.mounts.shared_layers import unmount_own
@@ -97,7 +97,7 @@ def unmount(runtime: Runtime, state: MountState, *, force: bool = False) -> None
 def _delete_changes(state: MountState) -> None:
     changes = state.details.get(CHANGES)
     if changes and not kernel.mounts_below(os.path.realpath(changes)):
-        shutil.rmtree(changes, ignore_errors=True)
+        discard(Path(changes))
 
 
 def check_unused(runtime: Runtime, changes: Path) -> None:
