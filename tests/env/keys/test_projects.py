@@ -218,3 +218,15 @@ def test_the_project_that_a_variable_of_uv_names_is_in_the_key(empty: Project) -
     empty.write("other/uv.lock", "version = 1\n")
     after = empty.key(setup="setup.sh", env=env)
     assert [row.name for row in difference(before.components, after)] == ["requirements other/uv.lock"]
+
+
+@pytest.mark.slow
+def test_the_build_folder_of_an_earlier_start_is_no_input(empty: Project) -> None:
+    empty.write("CMakeLists.txt", "project(x)\n")
+    empty.write("setup.sh", "mkdir -p build && cd build && cmake .. && make install\n")
+    before = empty.key(setup="setup.sh").digest
+    for name in ("CMakeCache.txt", "Makefile"):
+        empty.write(f"build/{name}", "")
+    assert empty.key(setup="setup.sh").digest == before
+    empty.write("CMakeLists.txt", "project(y)\n")
+    assert empty.key(setup="setup.sh").digest != before

@@ -39,6 +39,7 @@ def write(folder: Path, name: str, text: str = "x") -> None:
         "build/cp311-cp311-linux_x86_64/CMakeCache.txt",
         "native/build/CMakeCache.txt",
         "out/meson-info/intro-targets.json",
+        "rust/target/CACHEDIR.TAG",
         "dist/a-1.0-py3-none-any.whl",
         "dist/a-1.0.tar.gz",
         "src/a.egg-info/PKG-INFO",
@@ -55,6 +56,7 @@ def write(folder: Path, name: str, text: str = "x") -> None:
 def test_what_an_installation_leaves_in_a_tree_is_no_change_of_it(tmp_path: Path, name: str) -> None:
     write(tmp_path, "setup.py")
     write(tmp_path, "native/CMakeLists.txt")
+    write(tmp_path, "rust/Cargo.toml")
     write(tmp_path, "src/a/__init__.py")
     write(tmp_path, "a/b.py")
     before = digest(tmp_path)

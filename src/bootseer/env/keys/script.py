@@ -355,6 +355,8 @@ class Reader:
         """A project that the program works on: its folder, or only the files that list packages."""
         marker, asked = programs.PROJECTS.get(program, ""), self._inputs.requirements
         for folder in self._project_folders(words, marker) if marker else ():
+            if self._look.kind(f"{folder}/CMakeCache.txt") and not self._look.kind(f"{folder}/CMakeLists.txt"):
+                continue  # of an earlier start's build, which would change with each
             if marker == "pyproject.toml":
                 locked = self._project_folders(words, programs.LOCKS.get(program, ""))
                 asked.add_project(folder, self._look, is_locked=folder in locked)

@@ -41,8 +41,8 @@ _BUILT = {
     "dist": re.compile(r".*\.(whl|tar\.gz|zip|egg)"),
     "wandb": re.compile(r"(offline-)?run-.*|latest-run|debug.*\.log|settings"),
 }
-_BUILD_FOLDER = ("CMakeCache.txt", "meson-info", "pyvenv.cfg", "conda-meta")
-"""A folder with one of these entries was built from something else, unless it has sources of CMake itself."""
+_BUILD_FOLDER = ("CMakeCache.txt", "meson-info", "pyvenv.cfg", "conda-meta", "CACHEDIR.TAG")
+"""A folder with one of these entries was made from something else, unless it has sources of CMake itself."""
 _MAX_LINES = 500
 _VERSIONED = re.compile(
     rb"setuptools[_-]scm|hatch-vcs|versioneer|\bpbr\b|vcs-versioning|dunamai|versioningit|git describe|rev-parse"
