@@ -205,6 +205,7 @@ def relevant_parts(kind: FileKind, path: str, data: bytes) -> tuple[str, ...]:
     return tuple(f"{name} {json.dumps(part, sort_keys=True, default=str)}" for name, part in parts.items() if part)
 
 
+_LOCAL_SOURCE = re.compile(rb"""\b(editable|directory|path)\s*=\s*+(?!["']\.["'])""")
 _OF_FOLDER = re.compile(rb"\b(path|workspace|dynamic|find-links)\b|file:|[\"'@]\s*\.{1,2}/")
 _WITHOUT_PROJECT = frozenset(("--no-install-project", "--no-root", "--no-self"))
 
@@ -227,7 +228,7 @@ def installs_packages_alone(words: Sequence[str], data: bytes) -> bool:
 
 def unhashed_sources(kind: FileKind, path: str, data: bytes) -> Iterator[Requirement]:
     """Its inputs from this machine or from repositories that have no digest in the file."""
-    if kind == "conda":
+    if kind == "conda" or (kind != "pyproject" and not _LOCAL_SOURCE.search(data)):  # a lock takes long to parse
         return
     table = _table(path, data)
     if kind != "pyproject":
