@@ -193,12 +193,13 @@ def open_capture(
     settings = os.environ if env is None else env
     homes = _homes(settings)
     all_homes = _with_real([*homes, settings.get("HOME", "")])
+    known = Exclusions(homes=all_homes, credentials=credentials_of(settings))
     exclusions = Exclusions(
         homes=all_homes,
         own=[os.path.realpath(path) for path in (*own, folder)],
         caches=_with_real(caches_of(settings)),
         # A setup may write them through links, such as one from ~/.aws to a folder of all settings.
-        credentials=_with_real(Exclusions(homes=all_homes, credentials=credentials_of(settings)).credentials),
+        credentials=_with_real(known.places(lambda rule: rule.secret)),
         leave_out=leave_out,
         keep=keep,
     )

@@ -237,11 +237,6 @@ class Exclusions:
             if rule.pattern or not rule.paths
         ]
 
-    @property
-    def credentials(self) -> list[str]:
-        """Files and folders with credentials of this machine's users."""
-        return self.places(lambda rule: rule.secret)
-
     def places(self, is_wanted: Callable[[Rule], bool]) -> list[str]:
         """The paths that such rules name."""
         found = [path for path, rule in self._folders.items() if is_wanted(rule)]

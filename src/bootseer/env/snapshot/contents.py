@@ -138,13 +138,9 @@ def path_errors(path: str) -> contextlib.AbstractContextManager[None]:
 
 
 SMALL_BYTES = 1 << 20
+"""Files up to this size, and bytecode, are read as a whole."""
 _PIECE = 1 << 20
 _ZEROS = bytes(_PIECE)
-
-
-def is_small(item: Item) -> bool:
-    """Whether a file is read as a whole."""
-    return item.entry.size <= SMALL_BYTES or bool(item.python_source)
 
 
 def digest_of(data: bytes) -> str:

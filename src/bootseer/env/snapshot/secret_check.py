@@ -95,7 +95,7 @@ class SecretCheck:
             if change.source:
                 self._learn_file(change.path, change.source)
         # Single files first: folders of programs may have more words than are remembered.
-        for place in sorted(exclusions.credentials, key=os.path.isdir):
+        for place in sorted(exclusions.places(lambda rule: rule.secret), key=os.path.isdir):
             files = (f"{above}/{name}" for above, _, names in os.walk(place) for name in names)
             for path in (place, *itertools.islice(files, _MAX_CREDENTIALS_FILES)):
                 self._learn_file(path, path)

@@ -28,10 +28,10 @@ from bootseer.env.restoring.roots import is_checked
 from bootseer.env.restoring.safe_tree import OPAQUE
 from bootseer.env.snapshot.bytecode import Source, Times, settle_header
 from bootseer.env.snapshot.contents import (
+    SMALL_BYTES,
     Item,
     digest_of,
     inspect_changes,
-    is_small,
     path_errors,
     read_pieces,
     read_whole,
@@ -207,7 +207,7 @@ class _SnapshotWriter:
             return
         extent, digest = Extent(0, 0), ""
         if item.kind == "file":
-            if is_small(item):
+            if item.entry.size <= SMALL_BYTES or item.python_source:
                 with path_errors(item.path):
                     data = self._content(item)
                 if data is None:
