@@ -83,7 +83,7 @@ def measure(quick: bool) -> Outcome:
     with tempfile.TemporaryDirectory(dir=cache) as text, Link() as link:
         folder = Path(text)
         with Registry(folder / "registry", THERE, inside=link.inside) as registry:
-            small_layout = _small_image(folder / "small")
+            small_layout = small_image(folder / "small")
             image, small = registry.push(f"oci:{layout}", "moe:1"), registry.push(f"oci:{small_layout}", "small:1")
             for reference in (image, small):
                 convert(reference, registry.host)
@@ -136,13 +136,13 @@ def _lazy(lab: _Lab, workload: str) -> Lazy:
     return Lazy(lab.folder / "lazy", lab.registry.host, workload=workload)
 
 
-def _small_image(folder: Path) -> str:
-    """An OCI layout with a small image (a shell) that warms the tools."""
+def small_image(folder: Path, **config: object) -> str:
+    """An OCI layout with a small image (a shell), and more values of its configuration."""
     program = shutil.which("busybox")
     if program is None:
         raise RuntimeError("there is no busybox; run make setup first")
     content = layer(directory("bin"), file("bin/busybox", Path(program).read_bytes(), mode=0o755))
-    write_layout(folder, [content], tag="1", Env=["PATH=/bin"])
+    write_layout(folder, [content], tag="1", Env=["PATH=/bin"], **config)
     return f"{folder}:1"
 
 

@@ -30,6 +30,7 @@ NAMES = (
     "scan_foreign",
     "diff_noise",
     "image",
+    "pods",
     "convert",
     "environment",
     "checkpoint",

@@ -164,22 +164,36 @@ class Containerd:
         self.cri("PullImage", f(1, f(1, image)))
 
     def start_pod(
-        self, image: str, command: Sequence[str], name: str = "pod", *, mounts: Mapping[Path, str] | None = None
+        self,
+        image: str,
+        command: Sequence[str],
+        name: str = "pod",
+        *,
+        mounts: Mapping[Path, str] | None = None,
+        pod: str = "",
     ) -> tuple[str, str]:
         """Start a pod with one container that runs the command; returns the ids of both. The container's output is in
-        `logs/NAME.log`. `mounts`: the node's files to their places in the container."""
-        logs = self.folder / "logs"
-        logs.mkdir(exist_ok=True)
-        metadata = f(1, name) + f(2, f"uid-{name}") + f(3, "default")
-        host = f(1, f(1, 2) + f(2, 1) + f(3, 2))  # the node's network and shared memory, own processes
-        sandbox = f(1, metadata) + f(3, str(logs)) + f(8, f(2, host))
-        pod = self.cri("RunPodSandbox", f(1, sandbox)).text(1)
+        `logs/NAME.log`. `mounts`: the node's files to their places in the container; `pod`: a sandbox of this name that
+        was started before."""
+        sandbox = self._sandbox(name)
+        pod = pod or self.start_sandbox(name)
         words = b"".join(f(3, word) for word in command)
         bound = b"".join(f(7, f(1, place) + f(2, str(file)) + f(3, 1)) for file, place in (mounts or {}).items())
         container = f(1, f(1, name)) + f(2, f(1, image)) + words + bound + f(11, f"{name}.log")
         created = self.cri("CreateContainer", f(1, pod) + f(2, container) + f(3, sandbox)).text(1)
         self.cri("StartContainer", f(1, created))
         return pod, created
+
+    def start_sandbox(self, name: str) -> str:
+        """Start a pod without a container, as kubelet does before it pulls the image; returns its id."""
+        return self.cri("RunPodSandbox", f(1, self._sandbox(name))).text(1)
+
+    def _sandbox(self, name: str) -> bytes:
+        logs = self.folder / "logs"
+        logs.mkdir(exist_ok=True)
+        metadata = f(1, name) + f(2, f"uid-{name}") + f(3, "default")
+        host = f(1, f(1, 2) + f(2, 1) + f(3, 2))  # the node's network and shared memory, own processes
+        return f(1, metadata) + f(3, str(logs)) + f(8, f(2, host))
 
     def ended(self, container: str) -> int:
         """Wait for a container's end; returns its exit code."""
@@ -199,6 +213,9 @@ class Containerd:
     def remove_pod(self, pod: str) -> None:
         self.cri("StopPodSandbox", f(1, pod))
         self.cri("RemovePodSandbox", f(1, pod))
+
+    def remove_image(self, image: str) -> None:
+        self.cri("RemoveImage", f(1, f(1, image)))
 
     def pods(self) -> list[str]:
         return [Message(data).text(1) for data in self.cri("ListPodSandbox").every(1)]

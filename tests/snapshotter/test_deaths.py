@@ -89,7 +89,7 @@ class Site:
     def forget_small(self) -> None:
         for pod in set(self.running.pods()) - {self.reader}:  # of attempts cut short by the last kill
             self.running.remove_pod(pod)
-        self.running.cri("RemoveImage", field(1, field(1, self.small)))
+        self.running.remove_image(self.small)
         self.running.collect()
 
     def call(self, point: str) -> None:
@@ -199,7 +199,7 @@ def test_after_all_that_nothing_is_left(site: Site) -> None:
     for pod in running.pods():
         running.remove_pod(pod)
     for listed in running.cri("ListImages").every(1):
-        running.cri("RemoveImage", field(1, field(1, Message(listed).text(1))))
+        running.remove_image(Message(listed).text(1))
     while names := [Message(info).text(1) for answer in running.ask("List", stream=True) for info in answer.every(1)]:
         for name in names:
             with contextlib.suppress(grpc.RpcError):  # those with children are removed in a later iteration

@@ -332,7 +332,7 @@ def test_a_converted_image_is_not_pulled_runs_and_outlives_every_kill(node: Node
         fourth, container = running.start_pod(node.reference, ["sha256sum", "/hot"], "four")
         assert running.ended(container) == 0, running.logs()
         running.remove_pod(fourth)
-        running.cri("RemoveImage", field(1, field(1, node.reference)))
+        running.remove_image(node.reference)
         assert not list((running.snapshots / "images").iterdir())
 
 
@@ -358,7 +358,7 @@ def test_an_image_that_no_store_has_is_pulled_and_runs(running: Containerd, node
     pod, container = running.start_pod(node.reference, ["sha256sum", "/hot"])
     assert running.ended(container) == 0, running.logs()
     running.remove_pod(pod)
-    running.cri("RemoveImage", field(1, field(1, node.reference)))
+    running.remove_image(node.reference)
     running.call(running.socket, "containerd.services.snapshots.v1.Snapshots/Cleanup", b"")
     assert not list((running.snapshots / "snapshots").glob("*/fs/hot"))
 
