@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -162,6 +163,17 @@ def test_a_path_that_may_not_be_read_is_one_line(tmp_path: Path) -> None:
         check=False,
     )
     assert (ran.returncode, ran.stderr) == (1, f"bootseer: {far}: File name too long\n")
+
+
+def test_a_locale_without_some_characters_breaks_neither_help_nor_json(tmp_path: Path) -> None:
+    folder = tmp_path / "na\u00efve \u65e5"
+    folder.mkdir()
+    env = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    for words in (["mount", "--help"], ["list", str(folder)], ["list", "--json", str(folder)]):
+        command = [Path(sys.executable).parent / "bootseer", "ckpt", *words]
+        ran = subprocess.run(command, env=env, capture_output=True, check=False)
+        assert (ran.returncode, ran.stderr) == (0, b"")
+    assert json.loads(ran.stdout.decode())["job"] == f"file://{folder}"
 
 
 def test_errors_of_the_system_are_one_line(tmp_path: Path) -> None:

@@ -26,6 +26,8 @@ def main() -> None:
         while (number := os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)) < 3:
             pass
         os.close(number)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # names, and the help, have characters that a locale may lack
     try:
         if os.environ.get("BOOTSEER_LOG"):
             set_up_log()

@@ -7,7 +7,6 @@ end; in a log it is written once if something takes long, to explain the pause.
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import signal
@@ -100,11 +99,9 @@ def _cleaned(part: Any) -> Any:
 
 
 def print_json(value: Mapping[str, object]) -> None:
-    """Print one JSON document and a newline. Raises `PermanentError` if it cannot be written."""
-    with _standard_output() as file:
-        # `json.dump` to a file encodes in Python, many times slower.
-        file.write(json.dumps(value, ensure_ascii=False))
-        file.write("\n")
+    """Print one JSON document and a newline, in UTF-8 in every locale. Raises `PermanentError` if it cannot be
+    written."""
+    print_bytes(json.dumps(value, ensure_ascii=False).encode(errors="replace") + b"\n")
 
 
 def print_bytes(data: Buffer) -> None:
@@ -149,8 +146,6 @@ def _standard_output() -> Iterator[TextIO]:
     file = sys.stdout
     if file is None:
         raise PermanentError("standard output is closed")
-    if isinstance(file, io.TextIOWrapper):
-        file.reconfigure(errors="replace")
     try:
         yield file
         file.flush()
