@@ -115,6 +115,11 @@ def get(port: int, path: str) -> tuple[int, str]:
     return found
 
 
+def test_spools_without_a_service_are_an_error(env: dict[str, str], tmp_path: Path) -> None:
+    agent = ended(env, "run", "--spool", str(tmp_path))
+    assert (agent.returncode, "--spool needs --ship-to" in agent.stderr) == (2, True)
+
+
 def test_there_is_one_agent_and_a_killed_one_leaves_nothing_in_the_way(
     env: dict[str, str], start: Start, tmp_path: Path
 ) -> None:

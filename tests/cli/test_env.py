@@ -161,7 +161,9 @@ def test_a_setup_that_fails_gives_no_snapshot_and_its_exit_code(place: Place) ->
         (("show", "xyz"), "is not a key"),
         (("remove",), "nothing to remove"),
         (("restore", "abcd"), "give either a folder or a command"),
+        (("restore", "abcd", "--json", "--", "true"), "hint: leave out --json"),
         (("verify", "abcd", "--tier", "oracle"), "needs a setup to run"),
+        (("verify", "abcd", "-r", "requirements.txt"), "only --tier oracle runs a setup"),
         (("list", "--store", "gopher://x"), "is not a store"),
         (("list", "--store", "/no/store"), "/no/store: no such folder"),
     ],
@@ -171,6 +173,16 @@ def test_mistakes_are_reported_in_one_line(tmp_path: Any, run: Any, words: tuple
     assert ran.returncode in (1, 2)
     assert said in ran.stderr
     assert "Traceback" not in ran.stderr
+
+
+def test_a_document_that_cannot_be_read_is_removed_and_counted(tmp_path: Path, run: Any) -> None:
+    key = "ab" * 32
+    document = tmp_path / "environments" / key / "document"
+    document.parent.mkdir(parents=True)
+    document.write_text("{")
+    ran = run("env", "remove", key, "--store", str(tmp_path), "--json")
+    assert (json.loads(ran.stdout)["removed"], document.exists()) == ([key], False)
+    assert json.loads(run("env", "remove", key, "--store", str(tmp_path), "--json").stdout)["removed"] == []
 
 
 @pytest.mark.parametrize(

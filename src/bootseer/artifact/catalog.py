@@ -164,8 +164,8 @@ class Catalog(Generic[D]):
         """The keys that have a document in the store."""
         return {key for stored in self.store.list(self.kind.folder) if (key := self.kind.key_in(stored.name))}
 
-    def remove(self, key: str, now_s: float) -> D | None:
-        """Make an artifact invisible at once, leaving its objects to `prune`; returns the removed document, if any.
+    def remove(self, key: str, now_s: float) -> bool:
+        """Make an artifact invisible at once, leaving its objects to `prune`; returns whether there was a document.
 
         Removes unreadable documents too. Safe to repeat after an interruption.
         """
@@ -176,7 +176,7 @@ class Catalog(Generic[D]):
         if is_there:
             self.store.delete(self.kind.document_name(key))
             _log.info("removed %s %s from %s", self.kind.noun, self.kind.short(key), self.store.uri)
-        return document
+        return is_there
 
     def used_objects(self) -> Iterator[str]:
         """Names of the objects that artifacts of this kind use, removed ones included. Raises if any cannot be read."""

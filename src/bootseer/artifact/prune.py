@@ -105,7 +105,7 @@ class _Pruning(Generic[D]):
 
     def expire(self, key: str, expired: Callable[[D], bool]) -> None:
         document = self.catalog.find(key)  # it may have been replaced since it was listed
-        if document is not None and expired(document) and self.catalog.remove(key, self.now_s) is not None:
+        if document is not None and expired(document) and self.catalog.remove(key, self.now_s):
             self.done.expired.append(key)
 
     def delete(self, due: Iterable[Tombstone], used: set[str], others: set[str]) -> None:

@@ -48,6 +48,8 @@ def run_command(
 ) -> None:
     """Run the agent until a signal ends it. systemd units are in contrib/systemd."""
     logs.set_up({"BOOTSEER_LOG": "warning", **os.environ})  # why the cache is not cleaned up belongs in the journal
+    if spool_roots and not ship_to:
+        raise UsageError("--spool needs --ship-to", hint="give --ship-to URL too")
     settings = AgentSettings(
         cache=(cache or cache_root()).absolute(),
         runtime=runtime_root(),

@@ -188,6 +188,8 @@ def restore_command(ctx: click.Context, /, key: str, folder: Path | None, output
     words: tuple[str, ...] = ctx.meta.get("command", ())
     if (folder is None) == (not words):
         raise UsageError("give either a folder or a command", hint="name a folder, or put a command after --")
+    if words and output.as_json:
+        raise UsageError("standard output is that of the command", hint="leave out --json")
     plain_http = source["plain_http"]
     with catalog_of(source) as catalog:
         document = document_of(catalog, key)
@@ -248,6 +250,8 @@ def verify_command(
     """
     if tier == "oracle" and not setup and not requirements:
         raise UsageError("--tier oracle needs a setup to run", hint="give --setup SCRIPT or --requirements FILE")
+    if tier != "oracle" and (setup or requirements):
+        raise UsageError("only --tier oracle runs a setup", hint="give --tier oracle too")
     with catalog_of(source) as catalog:
         document = document_of(catalog, key)
         snapshot = SavedSnapshot(document, catalog.store.uri, cache_root(), os.environ, plain_http=source["plain_http"])

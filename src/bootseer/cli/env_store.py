@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import click
 from msgspec.structs import asdict
 
-from bootseer.artifact.document import printable
 from bootseer.artifact.places import STORE as VARIABLE
 from bootseer.artifact.places import cache_root, runtime_root
 from bootseer.artifact.prune import Pruned
@@ -207,10 +206,7 @@ def _facts(document: EnvironmentDocument, now_s: float) -> Iterator[Text]:
     if document.num_loose:
         rows.append(("elsewhere", f"{plural(document.num_loose, 'file')}, copied to their paths"))
     rows += [("export", f"{export.kind} {export.name}={export.value}") for export in document.exports]
-    rows += [
-        ("daemon", printable(f"{one.name}: {' '.join(one.argv)} ({', '.join(one.sockets)})"))
-        for one in document.daemons
-    ]
+    rows += [("daemon", f"{one.name}: {' '.join(one.argv)} ({', '.join(one.sockets)})") for one in document.daemons]
     rows += [("not in key", path) for path in document.unaccounted]
     rows += [("left out", f"{one.path} ({one.rule}): {one.reason}") for one in document.left_out]
     rows += [("key part", f"{name}: {value}") for name, value in document.components.items()]
@@ -245,7 +241,7 @@ def remove_command(
         if package is not None or older_than is not None:
             found += [document.key for document in _chosen(catalog.all().documents, package, older_than, now_s)]
         found = list(dict.fromkeys(found))
-        gone = found if dry_run else [key for key in found if catalog.remove(key, now_s) is not None]
+        gone = found if dry_run else [key for key in found if catalog.remove(key, now_s)]
     output(
         {"dry_run": dry_run, "removed": gone},
         *(key[:12] for key in gone),

@@ -204,11 +204,11 @@ def test_a_removed_snapshot_is_not_found_and_its_objects_stay_for_current_reader
     catalog: Catalog, store: Store
 ) -> None:
     published(catalog)
-    assert catalog.remove(KEY, BUILT_S + 9) == document()
+    assert catalog.remove(KEY, BUILT_S + 9)
     assert catalog.find(KEY) is None
     assert tombstones(store) == [ENVIRONMENTS.tombstone(document(), BUILT_S + 9)]
     assert missing(catalog.store, document().objects) == []
-    assert catalog.remove(KEY, BUILT_S + 10) is None
+    assert not catalog.remove(KEY, BUILT_S + 10)
     assert [grave.removed_s for grave in tombstones(store)] == [BUILT_S + 9]
 
 
@@ -217,7 +217,7 @@ def test_a_removal_that_was_interrupted_is_finished_by_the_next(catalog: Catalog
     with pytest.raises(TransientError):
         Catalog(FaultyStore(store, lambda request: DOWN if request.verb == "delete" else None)).remove(KEY, 1.0)
     assert catalog.find(KEY) == document()
-    assert catalog.remove(KEY, 2.0) == document()
+    assert catalog.remove(KEY, 2.0)
     assert [grave.removed_s for grave in tombstones(store)] == [2.0]
 
 
@@ -233,7 +233,7 @@ def test_it_is_known_when_a_snapshot_of_a_key_was_removed(catalog: Catalog) -> N
 
 def test_an_unreadable_document_can_be_removed(catalog: Catalog, store: Store) -> None:
     put(store, document_name(KEY), b"{")
-    assert catalog.remove(KEY, 1.0) is None
+    assert catalog.remove(KEY, 1.0)
     with pytest.raises(NotFoundError):
         store.stat(document_name(KEY))
 
