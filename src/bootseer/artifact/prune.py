@@ -75,8 +75,8 @@ def prune(
     if done.expired:
         listing = catalog.all()
     tombstones = pruning.tombstones()
-    mounted = [tombstone for tombstone in tombstones if tombstone.identity in in_use or tombstone.digest in in_use]
-    due = [tombstone for tombstone in tombstones if tombstone not in mounted and now_s - tombstone.removed_s > grace_s]
+    mounted = {one.name for one in tombstones if one.identity in in_use or one.digest in in_use}
+    due = {one.name: one for one in tombstones if one.name not in mounted and now_s - one.removed_s > grace_s}
     done.num_in_use = len(mounted)
     done.num_waiting = len(tombstones) - len(due) - len(mounted)
     if due and listing.unread:
@@ -89,10 +89,10 @@ def prune(
         except BootseerError as error:
             done.problems.append(f"nothing was deleted, because it is unknown what else is used: {error}")
         else:
-            waiting = [tombstone for tombstone in tombstones if tombstone not in due]
+            waiting = [tombstone for tombstone in tombstones if tombstone.name not in due]
             used = {stored.name for document in listing.documents for stored in document.objects}
             used |= {stored.name for tombstone in waiting for stored in tombstone.objects}
-            pruning.delete(due, used, others)
+            pruning.delete(due.values(), used, others)
     _log.info("pruned %s: %d objects, %d bytes", catalog.store.uri, len(done.deleted), done.freed_bytes)
     return done
 
@@ -111,12 +111,12 @@ class _Pruning(Generic[D]):
     def delete(self, due: Iterable[Tombstone], used: set[str], others: set[str]) -> None:
         """Delete unused objects of due tombstones, new documents that need them, and tombstones without objects."""
         catalog, done = self.catalog, self.done
-        deleted = done.deleted
+        deleted, needed = done.deleted, used | others
         unneeded = []
         for tombstone in due:
             try:
                 for stored in tombstone.objects:
-                    if stored.name not in used | others | deleted:
+                    if stored.name not in needed and stored.name not in deleted:
                         catalog.store.delete(stored.name)
                         deleted.add(stored.name)
                         done.freed_bytes += stored.size_bytes
