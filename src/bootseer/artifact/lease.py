@@ -3,8 +3,7 @@
 The first process creates the lease. Its holder writes a new heartbeat number every few seconds; a waiter takes over a
 lease whose number does not change (`lease_state`). Two processes may briefly both believe that they hold it: in stores
 without atomic creation, and when two take over at once. Then both build, the first to publish wins, and nothing is
-wrong. If the store refuses leases, nothing waits. Everything has a deadline; clock, sleep and randomness are arguments.
-A `Lease` belongs to one thread.
+wrong. If the store refuses leases, nothing waits. Everything has a deadline. A `Lease` belongs to one thread.
 """
 
 from __future__ import annotations

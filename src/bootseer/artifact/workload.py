@@ -80,7 +80,7 @@ def _parts(words: Sequence[str], depth: int) -> Iterator[str]:
 
 def _program(word: str) -> str:
     name = word.rstrip("/").rpartition("/")[2]
-    return name if _SCRIPT.fullmatch(name) else re.sub(r"[\d.]+$", "", name) or name
+    return name if _SCRIPT.fullmatch(name) else name.rstrip("0123456789.") or name
 
 
 def _script(word: str) -> str:
