@@ -316,6 +316,12 @@ def test_a_root_that_is_a_loop_of_links_is_missing(tmp_path: Path) -> None:
     place.close()
 
 
+def test_a_rename_of_what_does_not_exist_names_it_and_not_the_target(place: Place) -> None:
+    for replace in (True, False):
+        with pytest.raises(NotFoundError, match=r"/missing$"):
+            place.rename("missing", "target", replace=replace)
+
+
 def test_of_many_that_want_a_folders_name_one_gets_it_and_the_others_hear_that_it_is_taken(place: Place) -> None:
     def rename(number: int) -> bool:
         try:

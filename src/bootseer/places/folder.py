@@ -148,13 +148,15 @@ class FolderPlace(SmallReads):
         return begun
 
     def rename(self, source: str, target: str, *, replace: bool = True) -> None:
-        with self._parent(source) as (old, name), self._parent(target) as (new, new_name):
-            if replace:
-                os.rename(name, new_name, src_dir_fd=old, dst_dir_fd=new)
-            else:
-                rename_new(name, old, new_name, new)
-            sync(new)
-            sync(old)
+        with self._parent(source) as (old, name):
+            os.stat(name, dir_fd=old, follow_symlinks=False)  # errors below are about the target
+            with self._parent(target) as (new, new_name):
+                if replace:
+                    os.rename(name, new_name, src_dir_fd=old, dst_dir_fd=new)
+                else:
+                    rename_new(name, old, new_name, new)
+                sync(new)
+                sync(old)
 
     def delete(self, path: str, *, recursive: bool = False, is_file: bool = False) -> None:
         if not path:
