@@ -433,14 +433,17 @@ def test_what_a_killed_writer_has_sent_is_found_and_ended_but_not_what_is_young(
     left = server.uploads("jobs")
     begun = f"<Initiated>{datetime.now(UTC) - timedelta(hours=2):%Y-%m-%dT%H:%M:%S.000Z}</Initiated>"
     listed = re.sub("<Initiated>.*?</Initiated>", begun, server.ask("GET", "/jobs?uploads")[1].decode())
+    folder = uri.rpartition("/")[2]
     proxy.plan = lambda request: (
-        Fault(status=200, body=listed.encode()) if request.method == "GET" and "uploads" in request.path else None
+        Fault(status=200, body=listed.encode())
+        if request.method == "GET" and "uploads" in request.path and f"prefix={folder}%2F" in request.path
+        else None
     )
-    clean = [sys.executable, "-m", "bootseer", "ckpt", "clean", uri, "--json"]
+    clean = [sys.executable, "-m", "bootseer", "ckpt", "clean", f"s3://jobs//{folder}", "--json"]
     assert json.loads(subprocess.run(clean, check=True, capture_output=True).stdout)["uploads"] == []
     assert server.uploads("jobs") == left
     ended = json.loads(subprocess.run([*clean, "--older-than", "100m"], check=True, capture_output=True).stdout)
-    assert ended["uploads"] == [f"{uri.rpartition('/')[2]}/killed & gone"]
+    assert ended["uploads"] == [f"{folder}/killed & gone"]
     assert server.uploads("jobs") == []
 
 

@@ -210,11 +210,11 @@ def clean_command(job: str, older_than: str, output: Output) -> None:
     age_s = parse_duration(older_than, "--older-than", zero=True, unit="h")
     ended: list[str] = []
     with files_at(job) as files:
-        leftovers = collect(files.place, "", below=True)
-    if job.startswith("s3://"):
+        leftovers, uri = collect(files.place, "", below=True), files.place.uri
+    if uri.startswith("s3://"):
         from bootseer.places.uploads import Uploads  # needs the extra s3
 
-        uploads = Uploads(job)
+        uploads = Uploads(uri)
         for upload in uploads.left(age_s):
             uploads.end(upload)
             ended.append(upload.key)
