@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import secrets
 import threading
 import time
@@ -21,7 +22,7 @@ from bootseer.checkpoint.reading.reading import Reading
 from bootseer.errors import TransientError, UsageError
 from bootseer.places import bucket, objects, open_place, uploads
 from bootseer.places.place import Place
-from fault_proxy import Fault, FaultProxy, once
+from fault_proxy import Fault, FaultProxy, Request, once
 from places.contract import names, opened, read
 from s3_server import S3Server, environment_for
 
@@ -154,6 +155,29 @@ def test_a_copy_on_the_server_survives_its_restart(
     """obstore itself repeats a request four times."""
     monkeypatch.setattr(objects, "_SMALL_BYTES", 100)
     assert num_copies(uri, proxy, lambda number: Fault(status=503) if number < 6 else None) == 7
+
+
+def test_a_page_of_a_list_that_fails_is_requested_again_and_not_the_whole_list(
+    uri: str, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bucket, "CALL_S", 8.0)
+    folder, num_pages = uri.rpartition("/")[2], 40
+
+    def plan(request: Request) -> Fault | None:
+        if request.number % 3 == 0:
+            return Fault(status=503)
+        found = re.search(r"continuation-token=(\d+)", request.path)
+        page = int(found[1]) if found is not None else 0
+        following = f"<NextContinuationToken>{page + 1}</NextContinuationToken>" if page + 1 < num_pages else ""
+        entry = f"<Key>{folder}/{page}</Key><Size>1</Size><LastModified>2026-01-01T00:00:00.000Z</LastModified>"
+        body = f"<ListBucketResult>{following}<Contents>{entry}</Contents></ListBucketResult>"
+        return Fault(status=200, body=body.encode())
+
+    proxy.plan = plan
+    with closing(open_place(uri)) as place:
+        pages = [f"{folder}/{page}" for page in range(num_pages)]
+        assert [one["path"] for one in place._bucket.objects(f"{folder}/")] == pages  # type: ignore[attr-defined]
+        assert [one["path"] for one in place._bucket.listed(f"{folder}/")["objects"]] == pages  # type: ignore[attr-defined]
 
 
 def test_a_profile_that_does_not_exist_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:

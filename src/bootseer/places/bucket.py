@@ -126,7 +126,8 @@ class Bucket:
             self.reader: Any = from_url(self.uri, client_options=options, retry_config={"max_retries": 0})
             """Makes one attempt."""
             self.writer: Any = from_url(self.uri, client_options=options, retry_config={"max_retries": 4})
-            """Retries the parts of an upload, which as a whole cannot be repeated."""
+            """Retries the parts of an upload, which as a whole cannot be repeated, and the pages of a list, which as a
+            whole might fail each time."""
         except Exception as error:
             hint = f"check the address, {self.scheme}://bucket/prefix, and the variables with the login"
             raise UsageError(f"{self.uri}: {_first_line(error)}", hint=hint) from error
@@ -238,7 +239,7 @@ class Bucket:
         number of pages is unknown."""
 
         def ask(page_s: float) -> list[Any]:
-            produce = partial(obstore.list, self.reader, prefix, chunk_size=_PAGE)
+            produce = partial(obstore.list, self.writer, prefix, chunk_size=_PAGE)
             with self.mapping(prefix):
                 pages = stream_within(page_s, f"{self.uri}: {prefix}", produce, each=True)
                 return [one for page in pages for one in page]
@@ -247,7 +248,7 @@ class Bucket:
 
     def listed(self, prefix: str) -> Any:
         """The objects directly under a prefix, and the prefixes of those further below."""
-        ask = partial(obstore.list_with_delimiter, self.reader, prefix.rstrip("/") or None)
+        ask = partial(obstore.list_with_delimiter, self.writer, prefix.rstrip("/") or None)
         try:
             try:
                 return self.retry(prefix, ask, CALL_S)
