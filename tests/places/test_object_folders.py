@@ -59,6 +59,15 @@ def test_a_checkpoint_that_replaces_one_of_another_tool_stays_when_that_is_remov
     assert content(place, "step-1") == {"step-1/weights": b"new"}
 
 
+def test_what_is_listed_can_be_opened_whatever_its_name(place: ObjectPlace) -> None:
+    for name in ("a b", "\u65e5\u672c\u3000\u8a9e", "a\u00a0b", "a\u200db", "\ue000", "%2F", "a+b?#&<"):
+        put_by_another_tool(place, f"step-1/{name}")
+        assert place.name_problem(name) == ""
+    assert content(place, "step-1") == {path: path.encode() for path in names(place, "step-1")}
+    assert len(names(place, "step-1")) == 7
+    assert place.name_problem("a\nb") != "" != place.name_problem("a\udcff")
+
+
 def test_a_folder_that_another_tool_has_copied_into_itself_is_an_error(place: ObjectPlace) -> None:
     place.make_folder("job")
     place.write_bytes("job/file", b"x")

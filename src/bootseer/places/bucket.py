@@ -70,6 +70,8 @@ _CONCURRENT_REMOVALS = 16
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,64})</Code>(?:<Message>([ -;=-~]{1,300}))?")
 """The code of an error, and the server's reason, such as the missing permission."""
+NOT_IN_KEYS = re.compile("[\x00-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
+"""Characters that obstore or the XML of the servers refuse."""
 _OTHER_RANGE = re.compile(r"non-partial response|Requested \S+, got")
 _ABOUT_LOGINS = {
     "ExpiredToken": "the credentials have expired; get new ones",
@@ -268,7 +270,7 @@ class Bucket:
         """Whether this is a valid name of a file or folder. Others are skipped, and logged once."""
         key = found if isinstance(found, str) else found["path"]
         name = key[len(prefix) :].removesuffix("/" if found is key else "")
-        if name.isprintable() and "/" not in name and name not in ("", ".", ".."):
+        if not NOT_IN_KEYS.search(name) and "/" not in name and name not in ("", ".", ".."):
             return True
         if key != prefix and key not in self._skipped:  # the prefix itself is a folder marker
             self._skipped.add(key)

@@ -40,7 +40,7 @@ from bootseer.errors import (
 )
 from bootseer.io.retry import pause_s
 from bootseer.io.tasks import Tasks
-from bootseer.places.bucket import MAX_COPY_BYTES, WRITE_S, Bucket, status_of, time_ns
+from bootseer.places.bucket import MAX_COPY_BYTES, NOT_IN_KEYS, WRITE_S, Bucket, status_of, time_ns
 from bootseer.places.object_data import FILE_MODE, FOLDER_MODE, ObjectFile, ObjectReads, entry_of, folder_entry
 from bootseer.places.place import TEMPORARY_PREFIX, Entry, SmallReads, folder_of, join, name_of, names_of
 from bootseer.places.uploads import ObjectPart
@@ -99,8 +99,8 @@ class ObjectPlace(SmallReads):
     def name_problem(self, name: str) -> str:
         if name in _OWN:
             return "it is reserved by BootSeer"
-        if not name.isprintable():
-            return "names of objects are printable UTF-8"
+        if NOT_IN_KEYS.search(name):
+            return "names of objects are UTF-8 without control characters"
         return "" if len(name.encode()) <= 255 else "it has more than 255 bytes"
 
     # Names
@@ -487,7 +487,7 @@ class ObjectPlace(SmallReads):
 
 
 def _check_path(path: str) -> None:
-    if any(name in _OWN for name in names_of(path)) or not path.isprintable():
+    if any(name in _OWN for name in names_of(path)) or NOT_IN_KEYS.search(path):
         raise NotFoundError(f"{path!r} is not a valid path")
 
 
