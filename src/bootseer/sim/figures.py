@@ -27,6 +27,7 @@ _HEIGHT: Final = 300.0
 _ROW: Final = 24.0
 _NAME_STEP: Final = 15.0
 STAGES: Final = {
+    "allocation": "allocation",
     "image_loading": "image",
     "environment_setup": "environment",
     "model_initialization.imports": "imports",

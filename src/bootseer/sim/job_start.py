@@ -287,10 +287,12 @@ class _NodeStart:
     def __init__(self, start: _Start, node: Node, rack: Sequence[Link], factor: float, retry_s: float) -> None:
         self._start, self._node, self._rack, self._factor, self._retry_s = start, node, rack, factor, retry_s
         self._engine, self._scenario, self._techniques = start.engine, start.scenario, start.techniques
-        self._begin_s = self._scenario.rest.allocate_s
-        self._engine.at(self._begin_s, partial(_proceed, self._stages()))
+        self._begin_s = 0.0
+        self._engine.at(self._scenario.rest.allocate_s, partial(_proceed, self._stages()))
 
     def _stages(self) -> Steps:
+        if self._engine.now:
+            self._ended("allocation")
         yield from self._image()
         self._ended("image_loading")
         yield from self._environment()
