@@ -104,11 +104,9 @@ def look(store: Store, name: str) -> LeaseObservation:
     return LeaseObservation("free" if record.released else "held", f"{record.nonce} {record.beat}", record)
 
 
-def acquire(
-    store: Store, name: str, node: str, *, ttl_s: float = TTL_S, clock: Callable[[], float] = time.time
-) -> Lease | Held | NoLease:
+def acquire(store: Store, name: str, node: str, *, ttl_s: float = TTL_S) -> Lease | Held | NoLease:
     """Take the lease if it is free."""
-    record = LeaseRecord(secrets.token_hex(16), node, os.getpid(), clock(), ttl_s)
+    record = LeaseRecord(secrets.token_hex(16), node, os.getpid(), time.time(), ttl_s)
     try:
         created = retrying(
             lambda left_s: store.create(name, record.encode(), timeout_s=min(left_s, 2 * _LOOK_S)),
@@ -122,7 +120,7 @@ def acquire(
     if created or (seen.record is not None and seen.record.nonce == record.nonce):
         return Lease(store, name, record)
     if seen.kind != "free":
-        return _as_held(seen, clock())
+        return _as_held(seen, time.time())
     # Released by a node that cannot delete, or just now: overwrite it, and check which node got it.
     return _taken(store, name, record, seen, time.sleep)
 
