@@ -470,7 +470,7 @@ def test_uploads_elsewhere_than_in_s3_and_without_a_login_are_a_clear_error(
 
 def test_objects_after_one_removed_meanwhile_are_removed_too(tmp_path: Path) -> None:
     removed_from = bucket.Bucket("s3://jobs")
-    removed_from.reader = removed_from.writer = LocalStore(tmp_path)  # stops at a missing object, like Azure and Google Cloud
+    removed_from.reader = removed_from.writer = LocalStore(tmp_path)  # stops at a missing object, as Azure and GCS may
     keys = [f"{number:02}" for number in range(40)]
     for key in keys:
         obstore.put(removed_from.reader, key, b"")
