@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.artifact.hotsets import HotSets, hotset_name
+from bootseer.artifact.hotsets import HotSets, hotset_name, merge_record
+from bootseer.artifact.materialize import MountOptions
 from bootseer.artifact.signatures import UNSIGNED, Signatures
 from bootseer.artifact.workload import is_publisher
 from bootseer.errors import AccessError, TransientError
@@ -101,6 +102,16 @@ def test_invalid_and_foreign_sets_are_not_used(tmp_path: Path, data: bytes) -> N
     known, said = sets(tmp_path, store)
     assert known.load(WORKLOAD) is None
     assert len(said) == 1
+
+
+def test_the_notes_of_a_merge_appear_as_a_whole(tmp_path: Path) -> None:
+    """The start reads them as soon as the file exists; an empty one has no notes."""
+    merged = tmp_path / "kept"
+    merged.write_text("old")
+    options = MountOptions(cache=tmp_path, runtime=tmp_path)
+    with merged.open() as reader:
+        merge_record(options, DIGEST, None, merged, Record(1.0, 1000, {}))
+        assert (reader.read(), merged.read_text()) == ("old", "[]")
 
 
 def test_a_few_nodes_of_a_large_job_publish_and_a_small_job_s_all() -> None:

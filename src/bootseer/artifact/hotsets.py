@@ -28,6 +28,7 @@ from bootseer.fetch.hotset import (
     encode_hot_set,
     parse_hot_set,
 )
+from bootseer.io.files import replace_file
 from bootseer.store.open import open_store
 from bootseer.store.store import Store
 
@@ -160,7 +161,7 @@ def merge_record(options: MountOptions, digest: str, store_uri: str | None, merg
             sets = HotSets(options.cache, digest, store, notes.append, options.signatures)
             sets.add_record(options.workload, record, publish=store is not None, imports=_text_of(options.imports))
     finally:
-        merged.write_text(json.dumps(notes))
+        replace_file(merged, json.dumps(notes).encode())  # whole: the start waits for it
 
 
 def _text_of(path: Path | None) -> str:
