@@ -94,7 +94,7 @@ def test_examples_are_what_kubernetes_and_kubeflow_know(path: Path) -> None:
 
 
 def commands() -> dict[str, list[str]]:
-    """The command of each example."""
+    """The command of each example of a job."""
     found = {}
     for path in EXAMPLES:
         for document in documents(path.read_text()):
