@@ -75,6 +75,21 @@ def test_a_request_that_is_only_slow_is_not_made_twice(
         assert place.facts()["hedges"] == 0
 
 
+def test_requests_that_hang_are_hedged_at_once_in_a_place_with_few_requests(
+    proxy: FaultProxy, uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_data, "_DEAD", 1000.0)
+    data = os.urandom(_MIB)
+    with closing(open_place(uri)) as place:
+        place.write_bytes("file", data)
+        with opened(place, "file") as file:
+            assert read(file, 0, 9) == data[:9]
+            for _ in range(3):
+                proxy.plan = once(Fault(hang=True), "/file", "GET")
+                assert read(file, 0, len(data)) == data
+        assert place.facts()["hedges"] == 3
+
+
 @pytest.mark.parametrize("fault", [Fault(status=503), Fault(hang=True)], ids=["slow-down", "hung"])
 def test_a_server_that_stays_dead_ends_a_read_in_its_time(proxy: FaultProxy, uri: str, fault: Fault) -> None:
     outcomes: queue.Queue[ReadOutcome] = queue.Queue()

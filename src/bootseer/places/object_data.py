@@ -40,9 +40,9 @@ _DECAY = 0.9
 """The best throughput decays, so that more concurrent requests are tried again when conditions have changed."""
 _MIN_LATE_S, _FIRST_LATE_S = 1.0, 10.0
 """When a request that receives nothing is late: at the earliest, and before the usual pauses are known."""
-_HEDGE_SHARE = 0.05
-"""Hedges per request. Beyond it, only a request that has received nothing for `_DEAD` times as long as a late one is
-hedged: its connection is dead, so no bytes are sent twice."""
+_HEDGE_SHARE, _FREE_HEDGES = 0.05, 4
+"""Hedges per request, and a few more, because many places make few requests. Beyond that, only a request that has
+received nothing for `_DEAD` times as long as a late one is hedged: its connection is dead, and no bytes are sent twice."""
 _DEAD = 4.0
 _MAX_HEDGES = 3
 """Per request."""
@@ -414,7 +414,7 @@ class ObjectReads:
             return
         late_s = self._late_s()
         with self._lock:
-            is_allowed = self._events["hedges"] <= _HEDGE_SHARE * self._counts["requests"]
+            is_allowed = self._events["hedges"] < _FREE_HEDGES + _HEDGE_SHARE * self._counts["requests"]
             wait_s = request.received_s + (late_s if is_allowed else _DEAD * late_s) - time.monotonic()
             # Under the lock: the thread of a request that has just ended continues, so no hedge may replace it.
             if wait_s <= 0 and request.num_running and request.num_hedges < _MAX_HEDGES:

@@ -16,6 +16,7 @@ import selectors
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,8 @@ _LOG = logger(__name__)
 _MAX_S: Final = 1800.0
 """A record ends after this time even if its start does not, like that of a service."""
 _MAX_CONNECTIONS: Final = 256
+_PER_CONNECTION_S: Final = 0.01
+"""Limits what a container that connects again and again costs."""
 _TURN_S: Final = 0.2
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 # Of the process's root: an overlay's options have the folder of its changes.
@@ -82,6 +85,7 @@ def _serve(
 def _accepted(listening: socket.socket, image_of: Callable[[Path], str]) -> tuple[socket.socket, str] | None:
     """A connection with the image of its container; None if that has none of ours."""
     sock = listening.accept()[0]
+    time.sleep(_PER_CONNECTION_S)
     with contextlib.ExitStack() as unless_found:
         unless_found.enter_context(sock)
         image = image_of(_changes(sock))
