@@ -42,7 +42,7 @@ _MIN_LATE_S, _FIRST_LATE_S = 1.0, 10.0
 """When a request that receives nothing is late: at the earliest, and before the usual pauses are known."""
 _HEDGE_SHARE, _FREE_HEDGES = 0.05, 4
 """Hedges per request, and a few more, because many places make few requests. Beyond that, only a request that has
-received nothing for `_DEAD` times as long as a late one is hedged: its connection is dead, and no bytes are sent twice."""
+received nothing for `_DEAD` times as long as a late one is hedged: its connection is dead, so nothing is sent twice."""
 _DEAD = 4.0
 _MAX_HEDGES = 3
 """Per request."""
