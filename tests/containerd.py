@@ -236,7 +236,7 @@ def containerd(
         if shutil.which(program) is None:
             pytest.skip(f"needs {program}")
     folder.mkdir()
-    node = Containerd(folder, env, pause, **more)
+    node = Containerd(folder, {"BOOTSEER_RUNTIME": str(folder / "runtime"), **env}, pause, **more)
     if activated:
         node.passed = socket.socket(socket.AF_UNIX)
         node.passed.bind(str(node.socket))

@@ -132,6 +132,8 @@ def _report_to_node(options: Options, session: Session, env: Mapping[str, str], 
         return  # this run does not learn when training begins
     try:
         parts.callback(PodStart(session, _POD_SOCKET).close)
+    except ConnectionRefusedError:  # the snapshotter was killed
+        pass
     except OSError as error:
         say(f"the node's snapshotter does not learn when training begins: {error}")
 

@@ -18,7 +18,6 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -55,7 +54,11 @@ def start(path: Path, images: LazyImages, image_of: Callable[[Path], str], stop:
     except (BootseerError, OSError) as error:
         _LOG.warning("containers cannot report the end of their start: %s", error)
         return
-    serve = partial(_serve, listening, images, image_of, stop)
+
+    def serve() -> None:
+        _serve(listening, images, image_of, stop)
+        path.unlink(missing_ok=True)
+
     threading.Thread(target=serve, name="bootseer-starts", daemon=True).start()
 
 
