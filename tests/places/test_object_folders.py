@@ -16,10 +16,11 @@ from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.layout import Policy
 from bootseer.checkpoint.publish import PutSettings, put_checkpoint
 from bootseer.checkpoint.verify import verify
-from bootseer.errors import NotEmptyError, NotFolderError, PermanentError
+from bootseer.errors import NotEmptyError, NotFolderError, PermanentError, TransientError
 from bootseer.places import objects
 from bootseer.places.objects import ObjectPlace
 from bootseer.places.place import TEMPORARY_PREFIX, join
+from fault_proxy import Fault, FaultProxy
 from places.contract import names
 from s3_server import S3Server
 
@@ -150,6 +151,21 @@ def test_a_folder_with_the_marks_that_hadoop_leaves_is_removed_and_made_again(se
         place.make_folder("run/step-1")
         place.write_bytes("run/step-1/file", b"new")
         assert content(place, "run/step-1") == {"run/step-1/file": b"new"}
+
+
+@pytest.mark.slow
+def test_a_link_that_was_cut_on_the_way_leads_nowhere(proxy: FaultProxy, uri: str) -> None:
+    """A checkpoint was published as an empty folder, and its predecessor removed."""
+    with closing(ObjectPlace(uri)) as place:
+        place.make_folder("d")
+        place.write_bytes("d/file", b"x")
+        headers = {"ETag": '"1"', "Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT"}
+        cut = Fault(status=200, body=place._folder("d").prefix[:-3].encode(), headers=headers)
+        proxy.plan = lambda request: cut if request.method == "GET" and "links/d" in request.path else None
+        with pytest.raises(TransientError, match="was cut on the way"):
+            place.rename("d", "e")
+        proxy.plan = lambda _: None
+        assert content(place) == {"d": None, "d/file": b"x"}
 
 
 def test_a_folder_that_other_tools_have_made_stays_when_its_last_file_is_moved(place: ObjectPlace) -> None:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from contextlib import closing
+from functools import partial
 from typing import NoReturn
 
 import obstore
@@ -239,6 +240,22 @@ def test_a_server_whose_conditions_are_of_no_use_sends_no_other_version(proxy: F
             place.write_bytes("file", b"new content")
             with pytest.raises(TransientError, match="changed"):
                 read(file, 0, 11)
+
+
+def test_a_response_without_an_entity_tag_is_an_error_that_says_so(proxy: FaultProxy, uri: str) -> None:
+    """A folder was taken for missing, and a file was asked for for a minute."""
+    with closing(open_place(uri)) as place:
+        place.write_bytes("file", b"x")
+        place.make_folder("folder")
+    with closing(open_place(uri)) as place:
+        proxy.plan = lambda _: Fault(headers={"etag": ""})
+        for ask in (
+            partial(place.open, "file"),
+            partial(place.write_bytes, "file", b"y"),
+            partial(place.stat, "folder"),
+        ):
+            with pytest.raises(PermanentError, match="without ETag"):
+                ask()
 
 
 @pytest.mark.parametrize(

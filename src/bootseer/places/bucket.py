@@ -73,6 +73,7 @@ _CODE = re.compile(r"<Code>(\w{1,64})</Code>(?:<Message>([ -;=-~]{1,300}))?")
 NOT_IN_KEYS = re.compile("[\x00-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
 """Characters that obstore or the XML of the servers refuse."""
 _OTHER_RANGE = re.compile(r"non-partial response|Requested \S+, got")
+_NO_TAG = "a response without ETag, which versions need; does a proxy remove it?"
 _ABOUT_LOGINS = {
     "ExpiredToken": "the credentials have expired; get new ones",
     "InvalidToken": "the server does not know AWS_SESSION_TOKEN",
@@ -206,11 +207,13 @@ class Bucket:
 
     def head(self, key: str) -> Any:
         try:
-            return self.retry(key, partial(obstore.head, self.reader, key))
+            found = self.retry(key, partial(obstore.head, self.reader, key))
         except PermanentError as error:
             if not isinstance(error, NotFoundError):  # unlike the response to HEAD, this one contains the reason
                 self.has_any(f"{key}/")
             raise
+        self.tag(found)
+        return found
 
     def read_small(self, key: str) -> tuple[str, str | None, int]:
         """The text of a small object, its tag (see `tag`), and its time; "", None and 0 if it does not exist."""
@@ -224,9 +227,19 @@ class Bucket:
         except NotFoundError:
             return "", None, 0
 
-    def tag(self, written: Any) -> str | None:
+    def read_link(self, key: str) -> tuple[str, str | None, int]:
+        """`read_small` for a prefix, which is empty or ends at a slash. Raises `TransientError` for a part of one: it
+        would lead to another folder."""
+        found = self.read_small(key)
+        if found[0] and not found[0].endswith("/"):
+            raise TransientError(f"{self.uri}: the object {key} is damaged, or was cut on the way; try again")
+        return found
+
+    def tag(self, written: Any) -> str:
         """The version for a conditional write: the entity tag, in Google Cloud the generation."""
         found: str | None = written["version" if self.scheme == "gs" else "e_tag"]
+        if not found:
+            raise PermanentError(f"{self.uri}: {_NO_TAG}")
         return found
 
     def has_any(self, prefix: str) -> bool:
@@ -300,7 +313,7 @@ class Bucket:
         except Exception as error:
             raise self._mapped(error, name) from error
 
-    def _mapped(self, error: Exception, name: str) -> BootseerError:  # noqa: PLR0911
+    def _mapped(self, error: Exception, name: str) -> BootseerError:  # noqa: PLR0911, PLR0912
         said = f"{self.uri}: {name}: {_first_line(error)}"
         status = status_of(error)
         is_no_bucket = "NoSuchBucket" in str(error)
@@ -320,6 +333,8 @@ class Bucket:
             # Without credentials, obstore requests some from the metadata service of a cloud machine.
             names = "GOOGLE_SERVICE_ACCOUNT" if self.scheme == "gs" else LOGIN
             return AccessError(f"{self.uri}: no credentials; set {names}")
+        if "ETag Header missing" in said:
+            return PermanentError(f"{self.uri}: {name}: {_NO_TAG}")
         if _OTHER_RANGE.search(str(error)):
             return OtherRangeError(f"{said}; the server sends other bytes than requested")
         if isinstance(error, PermissionDeniedError | UnauthenticatedError) or status in (401, 403):

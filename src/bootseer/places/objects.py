@@ -224,7 +224,7 @@ class ObjectPlace(SmallReads):
         link, prefix = f"{parent.prefix}{_LINKS}/{name_of(path)}", f"{parent.prefix}{name_of(path)}/"
         if self._put(link, prefix.encode(), create=True) is not None:
             return
-        data, e_tag, _ = self._bucket.read_small(link)
+        data, e_tag, _ = self._bucket.read_link(link)
         if not data and e_tag is not None:  # a folder of this name was renamed, and its objects still have this prefix
             prefix = f"{self._folder('').prefix}{_DATA}/{secrets.token_hex(16)}/"
             self._put(f"{prefix}{_OWNER}", link.encode())
@@ -282,7 +282,7 @@ class ObjectPlace(SmallReads):
         link, plain = f"{parent.prefix}{_LINKS}/{name}", f"{parent.prefix}{name}/"
         is_above, is_forbidden = f"{self._root}/".startswith(f"{path}/"), False
         try:
-            data, e_tag, mtime_ns = self._bucket.read_small(link)
+            data, e_tag, mtime_ns = self._bucket.read_link(link)
         except AccessError:
             if not (is_above or parent.is_forbidden):
                 raise
@@ -340,7 +340,7 @@ class ObjectPlace(SmallReads):
                 break
             made = self._put(new, folder.prefix.encode(), create=True)
             if made is None:
-                data, e_tag, _ = self._bucket.read_small(new)
+                data, e_tag, _ = self._bucket.read_link(new)
                 if e_tag is not None and not data:
                     made = self._put(new, folder.prefix.encode(), e_tag=e_tag)
             if made is None:
@@ -380,10 +380,10 @@ class ObjectPlace(SmallReads):
         owner, e_tag = self._read_owner(folder.prefix)
         if owner == folder.link:
             return e_tag
-        if self._bucket.read_small(owner)[0] == folder.prefix:
+        if self._bucket.read_link(owner)[0] == folder.prefix:
             return None
         claim = self._claim(folder.prefix, folder.link, e_tag)
-        if claim is not None and self._bucket.read_small(owner)[0] == folder.prefix:
+        if claim is not None and self._bucket.read_link(owner)[0] == folder.prefix:
             self._claim(folder.prefix, owner, claim)
             return None
         return claim
@@ -403,10 +403,10 @@ class ObjectPlace(SmallReads):
 
         def owner(key: str) -> tuple[str, str]:
             link = self._read_owner(here := key.removesuffix(_OWNER))[0]
-            return here, link if self._bucket.read_small(link)[0] == here else prefix
+            return here, link if self._bucket.read_link(link)[0] == here else prefix
 
         def look(link: str) -> None:
-            below = self._bucket.read_small(link)[0]
+            below = self._bucket.read_link(link)[0]
             if below and not below.startswith(prefix) and self._owner(_Folder(below, link, "", 0)) is not None:
                 self._erase(below)
 
@@ -423,7 +423,7 @@ class ObjectPlace(SmallReads):
         self._bucket.remove(sorted(keys, key=lambda key: key == claim))
         plain = _plain_link(prefix)
         # By now the name may belong to another folder, or another process may have written objects under it.
-        is_own = self._bucket.read_small(plain)[0] in ("", prefix)
+        is_own = self._bucket.read_link(plain)[0] in ("", prefix)
         if is_own and {*found}.issuperset(one["path"] for one in self._bucket.objects(prefix)):
             self._remove_link(plain)
 
@@ -436,9 +436,7 @@ class ObjectPlace(SmallReads):
         def put(key: str) -> str | None:
             attempts.append(key)
             try:
-                return str(
-                    self._bucket.tag(obstore.put(self._bucket.reader, key, data, mode=mode, use_multipart=False))
-                )
+                return self._bucket.tag(obstore.put(self._bucket.reader, key, data, mode=mode, use_multipart=False))
             except (KeyExistsError, PreconditionError) as error:
                 if "<Code>ConditionalRequestConflict<" in str(error):
                     raise  # S3: another write of this key is in progress, which may fail: ask again
