@@ -34,7 +34,7 @@ LAST_USE = "last-use"
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
+_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 _BUSY = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOLCK)
 
 
