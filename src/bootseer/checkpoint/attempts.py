@@ -204,9 +204,9 @@ class Attempt:
             self._put_back()
             if isinstance(error, NotFoundError):
                 self._check_lease()
-            if self._has_old and isinstance(error, TransientError):
+            if self._has_old and isinstance(error, TransientError | AccessError):  # an expired login
                 job = self._place.uri_of(folder_of(self._target))
-                raise TransientError(
+                raise type(error)(
                     f"{error}; the previous version is hidden: after this process, `bootseer ckpt clean {job}` shows it"
                 ) from error
             raise
