@@ -22,10 +22,9 @@ from checkpoint_child import MIB, Job
 from checkpoint_cluster import run
 from harness import ROOT, Benchmark, Left, Must, Outcome
 
-import hadoop
 from bootseer.hdfs.sasl import AUTHENTICATION, PRIVACY, PROTECTIONS
 from hdfs_cluster import HdfsCluster
-from kdc import REALM, Kdc, java_options, kdc_missing, secured
+from kdc import Kdc, java_options, kdc_missing, secured, write_client_conf
 
 _BYTES = 384 * MIB
 _BLOCK_BYTES = 16 * MIB
@@ -161,14 +160,7 @@ def _arms(folder: Path, stack: ExitStack) -> dict[str, _Arm]:
         cluster = started(buffer, {**secured(kdc), "io.file.buffer.size": str(size)})
         for protection in PROTECTIONS:
             conf = folder / f"conf-{protection}-{size}"
-            settings = {
-                "fs.defaultFS": cluster.uri,
-                "hadoop.security.authentication": "kerberos",
-                "hadoop.rpc.protection": protection,
-                "dfs.data.transfer.protection": protection,
-                "dfs.namenode.kerberos.principal": f"nn/_HOST@{REALM}",
-            }
-            hadoop.write_conf(conf, {"hdfs-site.xml": settings})
+            write_client_conf(conf, cluster.uri, protection)
             environment = {**kdc.environment, "HADOOP_CONF_DIR": str(conf)}
             if protection == AUTHENTICATION:
                 run("checkpoint_plain", "native_write", [job(cluster)], environment)

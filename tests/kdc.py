@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
+import hadoop
 from bootseer.hdfs.sasl import PROTECTIONS
 from registry import free_port
 
@@ -49,6 +50,18 @@ def secured(kdc: Kdc) -> dict[str, str]:
         keytab = "dfs.web.authentication.kerberos.keytab" if name == "HTTP" else f"dfs.{server}.keytab.file"
         settings |= {f"dfs.{server}.kerberos.principal": f"{name}/localhost@{REALM}", keytab: str(kdc.keytab)}
     return settings
+
+
+def write_client_conf(folder: Path, uri: str, protection: str) -> None:
+    """Write the configuration of clients of such an HDFS that require this protection."""
+    settings = {
+        "fs.defaultFS": uri,
+        "hadoop.security.authentication": "kerberos",
+        "hadoop.rpc.protection": protection,
+        "dfs.data.transfer.protection": protection,
+        "dfs.namenode.kerberos.principal": f"nn/_HOST@{REALM}",
+    }
+    hadoop.write_conf(folder, {"hdfs-site.xml": settings})
 
 
 def java_options(kdc: Kdc) -> str:

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-import hadoop
 from bootseer.checkpoint.download import get_checkpoint
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.layout import Policy
@@ -34,7 +33,7 @@ from bootseer.places import open_place
 from bootseer.places.place import Place
 from hdfs.whole_files import read_ranges
 from hdfs_cluster import HdfsCluster, needs_hdfs
-from kdc import REALM, Kdc, java_options, kdc_missing, secured
+from kdc import Kdc, java_options, kdc_missing, secured, write_client_conf
 from registry import free_port
 
 pytestmark = needs_hdfs
@@ -119,14 +118,7 @@ def test_a_checkpoint_is_put_and_got_with_erasure_coding(encrypted: HdfsCluster,
 
 def _conf(cluster: HdfsCluster, folder: Path, protection: str) -> str:
     """Write the cluster's configuration for clients that require this protection."""
-    settings = {
-        "fs.defaultFS": cluster.uri,
-        "hadoop.security.authentication": "kerberos",
-        "hadoop.rpc.protection": protection,
-        "dfs.data.transfer.protection": protection,
-        "dfs.namenode.kerberos.principal": f"nn/_HOST@{REALM}",
-    }
-    hadoop.write_conf(folder, {"hdfs-site.xml": settings})
+    write_client_conf(folder, cluster.uri, protection)
     return str(folder)
 
 

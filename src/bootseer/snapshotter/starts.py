@@ -2,7 +2,7 @@
 
 Without a report it ends after a fixed time. `bootseer run` in a pod that has this socket connects to it
 (`launch.observers.PodStart`). While the connection is open the record goes on; one byte means that training has begun.
-If the connection ends without it, the fixed time begins anew: the job may have had a first command, or be retried.
+If the last connection for an image ends without it, the fixed time begins anew: the job may have had a first command.
 
 Any container may connect. The kernel tells which process does (SO_PEERCRED), and that process's table of mounts which
 snapshot is its root, so a container cannot end the record of an image that it does not run.
@@ -10,7 +10,6 @@ snapshot is its root, so a container cannot end the record of an image that it d
 
 from __future__ import annotations
 
-import contextlib
 import re
 import selectors
 import socket
@@ -55,15 +54,16 @@ def start(path: Path, images: LazyImages, image_of: Callable[[Path], str], stop:
         _LOG.warning("containers cannot report the end of their start: %s", error)
         return
 
-    def serve() -> None:
-        _serve(listening, images, image_of, stop)
-        path.unlink(missing_ok=True)
-
-    threading.Thread(target=serve, name="bootseer-starts", daemon=True).start()
+    args = (path, listening, images, image_of, stop)
+    threading.Thread(target=_serve, args=args, name="bootseer-starts", daemon=True).start()
 
 
 def _serve(
-    listening: socket.socket, images: LazyImages, image_of: Callable[[Path], str], stop: threading.Event
+    path: Path,
+    listening: socket.socket,
+    images: LazyImages,
+    image_of: Callable[[Path], str],
+    stop: threading.Event,
 ) -> None:
     with selectors.DefaultSelector() as selector, listening:
         selector.register(listening, selectors.EVENT_READ, (listening, ""))
@@ -74,29 +74,22 @@ def _serve(
                     if sock is not listening:
                         selector.unregister(sock)
                         with sock:
-                            images.reschedule(image, 0.0 if sock.recv(1) else None)
-                    elif found := _accepted(listening, image_of):
-                        if len(selector.get_map()) > _MAX_CONNECTIONS:
-                            found[0].close()
-                            continue
-                        images.reschedule(found[1], _MAX_S)
-                        selector.register(found[0], selectors.EVENT_READ, found)
+                            has_begun = bool(sock.recv(1))
+                        if has_begun or all(other.data[1] != image for other in selector.get_map().values()):
+                            images.reschedule(image, 0.0 if has_begun else None)
+                        continue
+                    sock = listening.accept()[0]  # closed with its last reference, unless it is registered
+                    time.sleep(_PER_CONNECTION_S)
+                    image = image_of(_changes(sock))
+                    _LOG.debug("a container reports its start: %s", image or "of no image")
+                    if image and len(selector.get_map()) <= _MAX_CONNECTIONS:
+                        images.reschedule(image, _MAX_S)
+                        selector.register(sock, selectors.EVENT_READ, (sock, image))
+                    else:
+                        sock.close()
                 except Exception as error:  # the next container may report
                     _LOG.warning("a container's report is lost: %s", error)
-
-
-def _accepted(listening: socket.socket, image_of: Callable[[Path], str]) -> tuple[socket.socket, str] | None:
-    """A connection with the image of its container; None if that has none of ours."""
-    sock = listening.accept()[0]
-    time.sleep(_PER_CONNECTION_S)
-    with contextlib.ExitStack() as unless_found:
-        unless_found.enter_context(sock)
-        image = image_of(_changes(sock))
-        _LOG.debug("a container reports its start: %s", image or "of no image")
-        if image:
-            unless_found.pop_all()
-            return sock, image
-    return None
+    path.unlink(missing_ok=True)
 
 
 def _changes(sock: socket.socket) -> Path:
