@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from bootseer.checkpoint.publish import PutSettings, put_checkpoint
 from bootseer.checkpoint.verify import verify
 from bootseer.errors import NotEmptyError, NotFolderError, PermanentError, TransientError
 from bootseer.places import objects
+from bootseer.places.bucket import link_text
 from bootseer.places.objects import ObjectPlace
 from bootseer.places.place import TEMPORARY_PREFIX, join
 from fault_proxy import Fault, FaultProxy
@@ -154,18 +155,69 @@ def test_a_folder_with_the_marks_that_hadoop_leaves_is_removed_and_made_again(se
 
 
 @pytest.mark.slow
-def test_a_link_that_was_cut_on_the_way_leads_nowhere(proxy: FaultProxy, uri: str) -> None:
+@pytest.mark.parametrize(
+    "change", [lambda text: text[:-3], lambda text: text[:-2] + b"/", lambda text: 2 * text, lambda _: b""]
+)
+def test_a_link_that_was_damaged_on_the_way_leads_nowhere(
+    proxy: FaultProxy, uri: str, change: Callable[[bytes], bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A checkpoint was published as an empty folder, and its predecessor removed."""
+    monkeypatch.setattr(objects, "_CACHED_S", 0.0)
     with closing(ObjectPlace(uri)) as place:
-        place.make_folder("d")
-        place.write_bytes("d/file", b"x")
-        headers = {"ETag": '"1"', "Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT"}
-        cut = Fault(status=200, body=place._folder("d").prefix[:-3].encode(), headers=headers)
-        proxy.plan = lambda request: cut if request.method == "GET" and "links/d" in request.path else None
-        with pytest.raises(TransientError, match="was cut on the way"):
-            place.rename("d", "e")
-        proxy.plan = lambda _: None
-        assert content(place) == {"d": None, "d/file": b"x"}
+        for name in ("d", "e"):
+            place.make_folder(name)
+            place.write_bytes(f"{name}/file", name.encode())
+            text = change(link_text(place._folder(name).prefix))
+            headers = {"ETag": f'"{place._folder(name).e_tag}"', "Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT"}
+            damaged = Fault(status=200, body=text, headers=headers)
+            proxy.plan = lambda one, damaged=damaged, end=f"links/{name}": (
+                damaged if one.method == "GET" and one.path.endswith(end) else None
+            )
+            with pytest.raises(TransientError, match="damaged on the way"):
+                place.rename("d", "e")
+            with pytest.raises(TransientError, match="damaged on the way"):
+                place.read_bytes(f"{name}/file", 10)
+            proxy.plan = lambda _: None
+            assert content(place, name) == {f"{name}/file": name.encode()}
+
+
+def test_an_owner_that_was_damaged_on_the_way_removes_nothing(
+    place: ObjectPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.make_folder("d")
+    place.write_bytes("d/file", b"x")
+    place.rename("d", "e")
+    read = place._bucket.read_small
+    for change in (lambda text: text[:-1], lambda text: text + text, lambda _: ""):
+
+        def damaged(key: str, change: Any = change) -> tuple[str, str | None, int]:
+            text, *rest = read(key)
+            return change(text) if key.endswith("owner") else text, *rest
+
+        monkeypatch.setattr(place._bucket, "read_small", damaged)
+        with pytest.raises(TransientError, match="damaged on the way"):
+            place.delete("e", recursive=True)
+    monkeypatch.setattr(place._bucket, "read_small", read)
+    assert content(place) == {"e": None, "e/file": b"x"}
+
+
+def test_links_that_were_written_without_checksum_stay_readable(
+    place: ObjectPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(objects, "link_text", str.encode)
+    put_by_another_tool(place, "step-1/file")
+    for old, new in (("step-1", "step-2"), ("step-2", "step-3")):
+        place.rename(old, new)
+    place.make_folder("step-1")
+    monkeypatch.undo()
+    monkeypatch.setattr(objects, "_CACHED_S", 0.0)
+    place.write_bytes("step-1/file", b"new")
+    place.rename("step-1", "step-2")
+    place.rename("step-3", "step-1")
+    assert content(place) == {"step-1": None, "step-1/file": b"step-1/file", "step-2": None, "step-2/file": b"new"}
+    place.delete("step-2", recursive=True)
+    place.delete("step-1", recursive=True)
+    assert content(place) == {}
 
 
 def test_a_folder_that_other_tools_have_made_stays_when_its_last_file_is_moved(place: ObjectPlace) -> None:

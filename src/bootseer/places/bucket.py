@@ -11,6 +11,7 @@ import itertools
 import os
 import re
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -73,6 +74,7 @@ _CODE = re.compile(r"<Code>(\w{1,64})</Code>(?:<Message>([ -;=-~]{1,300}))?")
 NOT_IN_KEYS = re.compile("[\x00-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
 """Characters that obstore or the XML of the servers refuse."""
 _OTHER_RANGE = re.compile(r"non-partial response|Requested \S+, got")
+_LINK = re.compile(r"/[0-9a-f]{8}/(.+)")
 _NO_TAG = "a response without ETag, which versions need; does a proxy remove it?"
 _ABOUT_LOGINS = {
     "ExpiredToken": "the credentials have expired; get new ones",
@@ -83,6 +85,11 @@ _ABOUT_LOGINS = {
     "RequestTimeTooSkewed": "the clocks of this machine and of the server differ by more than 15 minutes; set this one",
     "RequestExpired": "the clocks of this machine and of the server differ by more than 15 minutes; set this one",
 }
+
+
+def link_text(target: str) -> bytes:
+    """The text of an object that names another key: a checksum, after a slash, with which no key begins."""
+    return f"/{zlib.crc32(target.encode()):08x}/{target}".encode()
 
 
 class OtherRangeError(TransientError):
@@ -227,13 +234,25 @@ class Bucket:
         except NotFoundError:
             return "", None, 0
 
-    def read_link(self, key: str) -> tuple[str, str | None, int]:
-        """`read_small` for a prefix, which is empty or ends at a slash. Raises `TransientError` for a part of one: it
-        would lead to another folder."""
-        found = self.read_small(key)
-        if found[0] and not found[0].endswith("/"):
-            raise TransientError(f"{self.uri}: the object {key} is damaged, or was cut on the way; try again")
-        return found
+    def read_link(self, key: str, *, is_folder: bool = True) -> tuple[str, str | None, int]:
+        """`read_small` for what `link_text` made, or an empty object. `is_folder`: it names a prefix, which ends at a
+        slash. Raises `TransientError` for a damaged one: it would lead to another folder."""
+        text, e_tag, mtime_ns = self.read_small(key)
+        is_cut = False
+        if e_tag is not None and not text:
+            with contextlib.suppress(NotFoundError):
+                is_cut = self.head(key)["size"] > 0
+            if is_cut:  # or replaced in between
+                text, e_tag, mtime_ns = self.read_small(key)
+        if checked := _LINK.fullmatch(text):
+            is_valid, text = link_text(checked[1]) == text.encode(), checked[1]
+        elif text:  # written before links had checksums
+            is_valid = text[0] != "/" and text.endswith("/") == is_folder
+        else:
+            is_valid = e_tag is None or not is_cut
+        if not is_valid:
+            raise TransientError(f"{self.uri}: the object {key} is damaged, or was damaged on the way; try again")
+        return text, e_tag, mtime_ns
 
     def tag(self, written: Any) -> str:
         """The version for a conditional write: the entity tag, in Google Cloud the generation."""

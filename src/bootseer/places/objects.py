@@ -2,8 +2,8 @@
 
 Buckets have keys but no folders. The key of a file is its path, so objects of other tools are found under their names.
 A checkpoint is published by renaming its folder, which must be atomic, so the objects cannot be copied. Instead, a
-folder may have a *link*: a small object `.attempts-links/NAME` next to it that contains the prefix of the folder's
-objects. Without a link, the prefix is the folder's own name. Renaming a folder creates a link for the new name and
+folder may have a *link*: a small object `.attempts-links/NAME` next to it with the prefix of the folder's objects.
+Without a link, the prefix is the folder's own name. Renaming a folder creates a link for the new name and
 removes that of the old one; an empty link hides objects under the old name (docs/adr/0049-checkpoints-in-buckets.md).
 
 - Links are created by conditional writes (`If-None-Match`, `If-Match`), so only one process can claim a name.
@@ -40,7 +40,7 @@ from bootseer.errors import (
 )
 from bootseer.io.retry import pause_s
 from bootseer.io.tasks import Tasks
-from bootseer.places.bucket import MAX_COPY_BYTES, NOT_IN_KEYS, WRITE_S, Bucket, status_of, time_ns
+from bootseer.places.bucket import MAX_COPY_BYTES, NOT_IN_KEYS, WRITE_S, Bucket, link_text, status_of, time_ns
 from bootseer.places.object_data import FILE_MODE, FOLDER_MODE, ObjectFile, ObjectReads, entry_of, folder_entry
 from bootseer.places.place import TEMPORARY_PREFIX, Entry, SmallReads, folder_of, join, name_of, names_of
 from bootseer.places.uploads import ObjectPart
@@ -222,13 +222,13 @@ class ObjectPlace(SmallReads):
             self.make_folder(folder_of(path), parents=True)
             parent = self._folder(folder_of(path))
         link, prefix = f"{parent.prefix}{_LINKS}/{name_of(path)}", f"{parent.prefix}{name_of(path)}/"
-        if self._put(link, prefix.encode(), create=True) is not None:
+        if self._put(link, link_text(prefix), create=True) is not None:
             return
         data, e_tag, _ = self._bucket.read_link(link)
         if not data and e_tag is not None:  # a folder of this name was renamed, and its objects still have this prefix
             prefix = f"{self._folder('').prefix}{_DATA}/{secrets.token_hex(16)}/"
-            self._put(f"{prefix}{_OWNER}", link.encode())
-            if self._put(link, prefix.encode(), e_tag=e_tag) is not None:
+            self._put(f"{prefix}{_OWNER}", link_text(link))
+            if self._put(link, link_text(prefix), e_tag=e_tag) is not None:
                 return
         if not parents:
             raise AlreadyExistsError(f"{self.uri_of(path)} already exists")
@@ -338,11 +338,11 @@ class ObjectPlace(SmallReads):
                 claim = self._claim(folder.prefix, new, claim)
             if claim is None:
                 break
-            made = self._put(new, folder.prefix.encode(), create=True)
+            made = self._put(new, link_text(folder.prefix), create=True)
             if made is None:
                 data, e_tag, _ = self._bucket.read_link(new)
                 if e_tag is not None and not data:
-                    made = self._put(new, folder.prefix.encode(), e_tag=e_tag)
+                    made = self._put(new, link_text(folder.prefix), e_tag=e_tag)
             if made is None:
                 self._claim(folder.prefix, folder.link, claim)
                 raise AlreadyExistsError(f"{self.uri_of(target)} already exists")
@@ -360,7 +360,7 @@ class ObjectPlace(SmallReads):
         if path and folder.e_tag is None:
             self._forget(path)
             with suppress(AccessError, PermanentError):
-                self._put(folder.link, folder.prefix.encode(), create=True)
+                self._put(folder.link, link_text(folder.prefix), create=True)
 
     def _remove_link(self, link: str) -> None:
         """Remove a name. Objects that still have this prefix are hidden by an empty link: they belong to another name,
@@ -389,11 +389,11 @@ class ObjectPlace(SmallReads):
         return claim
 
     def _claim(self, prefix: str, link: str, e_tag: str) -> str | None:
-        return self._put(f"{prefix}{_OWNER}", link.encode(), e_tag=e_tag or None, create=not e_tag)
+        return self._put(f"{prefix}{_OWNER}", link_text(link), e_tag=e_tag or None, create=not e_tag)
 
     def _read_owner(self, prefix: str) -> tuple[str, str]:
         """The link that owns the objects under a prefix, and the entity tag of the object that names it, or ""."""
-        data, e_tag, _ = self._bucket.read_small(f"{prefix}{_OWNER}")
+        data, e_tag, _ = self._bucket.read_link(f"{prefix}{_OWNER}", is_folder=False)
         return data or _plain_link(prefix), e_tag or ""
 
     def _erase(self, prefix: str, *, whole: bool = True) -> None:
