@@ -11,6 +11,7 @@ from bootseer.artifact.materialize import MountOptions
 from bootseer.artifact.signatures import UNSIGNED, Signatures
 from bootseer.artifact.workload import is_publisher
 from bootseer.errors import AccessError, TransientError
+from bootseer.fetch import hotset
 from bootseer.fetch.hotset import HotSet, Record, encode_hot_set
 from bootseer.store.file import FileStore
 from bootseer.store.store import Upload
@@ -88,6 +89,28 @@ def test_a_store_that_is_away_costs_the_set_and_nothing_else(tmp_path: Path) -> 
     known, said = sets(tmp_path, Away(tmp_path / "store"))
     assert known.load(WORKLOAD) is None
     assert said == ["no hot set: no answer"]
+
+
+def test_a_set_that_may_be_newer_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = FileStore(tmp_path / "store")
+    monkeypatch.setattr(hotset, "SCHEMA", "bootseer.hotset/2")
+    known, _ = sets(tmp_path, store)
+    known.add_record(WORKLOAD, record(1, 5), publish=True)
+    monkeypatch.undo()
+
+    def stored() -> list[bytes]:
+        return [path.read_bytes() for path in sorted(tmp_path.rglob(WORKLOAD))]
+
+    newer = stored()
+    known, said = sets(tmp_path, store)
+    known.add_record(WORKLOAD, record(2, 6), publish=True)
+    assert stored() == newer
+    assert len(newer) == 2
+    assert ["the one there, which may be newer, cannot be read" in line for line in said] == [True, True]
+    known, said = sets(tmp_path, Away(tmp_path / "store"), "n1")
+    known.add_record(WORKLOAD, record(2, 6), publish=True)
+    assert set(newer) <= set(stored())
+    assert len(said) == 1
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from bootseer.artifact.objects import LocalObjects, put_once, read_all
 from bootseer.artifact.places import hotsets_folder, own_folder
 from bootseer.artifact.progress import Say
 from bootseer.artifact.signatures import UNSIGNED, Signatures, is_signed, stored_limit
-from bootseer.errors import AccessError, BootseerError, CorruptError, NotFoundError
+from bootseer.errors import AccessError, BootseerError, CorruptError, NotFoundError, SignatureError
 from bootseer.fetch.hotset import (
     MAX_IMPORTS,
     MAX_STORED_BYTES,
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 _READ_S = 5.0
 """A start waits no longer for a set: without one it is slower, but correct."""
+_UNREAD = "the one there, which may be newer, cannot be read"
 MERGED = "kept"
 """A file in a mount's folder: its record was merged into the hot set. It holds the problems of the merge, as JSON."""
 
@@ -58,18 +59,22 @@ class HotSets:
         self._stores = [self._local.store, *([store] if store is not None else [])]
         self._signatures = signatures
         self._signed: set[str] = set()  # workloads whose sets in the store are signed
+        self._unread: set[tuple[bool, str]] = set()  # of the store or this node: sets that may be newer than ours
         self._digest = digest
         self._say = say
 
     def load(self, workload: str, *, quiet: bool = False) -> HotSet | None:
         """The runs that this node and the store know, as one set; None without any. `quiet`: says no problems."""
         sets: list[HotSet] = []
+        self._unread -= {(True, workload), (False, workload)}
         for store in self._stores:
             try:
                 sets.append(self._read(store, workload))
             except NotFoundError:
                 continue
             except BootseerError as error:
+                if not isinstance(error, CorruptError | SignatureError):
+                    self._unread.add((store is self._store, workload))
                 if not quiet:
                     self._say(f"no hot set: {error}")
         return functools.reduce(HotSet.union, sets) if sets else None
@@ -111,6 +116,9 @@ class HotSets:
         """Write a set into the store. Returns False, and says why, when that fails."""
         if self._store is None:
             return False
+        if (True, hot_set.workload) in self._unread:
+            self._say(f"the hot set was not published: {_UNREAD}")
+            return False
         # Unsigned, it would replace a set that nodes which require signatures use, and take it away from them.
         signs = bool(self._signatures.signing)
         if not signs and (self._signatures.trusted or hot_set.workload in self._signed):
@@ -131,6 +139,9 @@ class HotSets:
         return True
 
     def _keep(self, hot_set: HotSet) -> None:
+        if (False, hot_set.workload) in self._unread:
+            self._say(f"the hot set was not kept on this node: {_UNREAD}")
+            return
         try:
             self._local.write(hotset_name(self._digest, hot_set.workload), encode_hot_set(hot_set))
         except BootseerError as error:

@@ -18,7 +18,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from bootseer.checkpoint.ranges import Ranges
-from bootseer.errors import CorruptError
+from bootseer.errors import CorruptError, PermanentError
 
 SCHEMA = "bootseer.checkpoint-hot/1"
 SMALL_BYTES = 1 << 20
@@ -83,13 +83,16 @@ def encode(ranges: Iterable[Range], checkpoint: str) -> bytes:
 
 
 def decode(data: bytes, checkpoint: str) -> list[Range]:
-    """Decode a hot list for another checkpoint. Raises `CorruptError`."""
+    """Decode a hot list for another checkpoint. Raises `CorruptError`, or `PermanentError` for an unknown version."""
     try:
-        value = json.loads(data) if len(data) <= MAX_BYTES else None
-        if not isinstance(value, dict) or value.get("schema") != SCHEMA or len(value["ranges"]) > MAX_RANGES:
+        value: Any = json.loads(data) if len(data) <= MAX_BYTES else None
+        schema = value["schema"]
+        if schema != SCHEMA and schema.startswith("bootseer.checkpoint-hot/"):
+            raise PermanentError(f"a hot list of the version {schema[:64]!r}; this BootSeer supports {SCHEMA}")
+        if schema != SCHEMA or len(value["ranges"]) > MAX_RANGES:
             raise ValueError
         return [_range(row, checkpoint) for row in value["ranges"]]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptError("malformed hot list of a checkpoint") from error
 
 

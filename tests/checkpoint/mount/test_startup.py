@@ -284,6 +284,29 @@ def test_a_start_that_fails_before_it_has_read_everything_keeps_the_list(job: Jo
     assert json.loads(published.read_bytes())["ranges"] == [["used", True, MIB, MIB]]
 
 
+def test_a_failed_start_does_not_replace_the_list_of_a_later_one(job: Job) -> None:
+    failed, _ = job.start("0 of 2")
+    failed.begin()
+    job.record("0 of 2", ("step-1/used", 0, 4 * MIB))
+    (published,) = job.hot()
+    before = published.read_bytes()
+    failed.note("step-1/used", 0, MIB)
+    failed.end()
+    failed.close()
+    assert published.read_bytes() == before
+
+
+def test_a_list_of_a_later_version_is_not_replaced(job: Job) -> None:
+    job.record("0 of 2", ("step-1/used", 0, MIB))
+    (published,) = job.hot()
+    newer = published.read_bytes().replace(b"checkpoint-hot/1", b"checkpoint-hot/2")
+    published.write_bytes(newer)
+    job.record("0 of 2", ("step-1/used", 0, 2 * MIB))
+    assert published.read_bytes() == newer
+    assert len(job.said) == 2
+    assert "is not kept: a hot list of the version 'bootseer.checkpoint-hot/2'" in job.said[1]
+
+
 def test_a_place_that_cannot_be_written_only_causes_a_message(job: Job) -> None:
     def refuse(step: str, path: str) -> None:
         if path.startswith(".stripes-hot") and step in ("make_folder", "write_bytes"):

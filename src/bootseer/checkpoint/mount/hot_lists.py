@@ -17,7 +17,7 @@ from itertools import islice
 
 from bootseer.checkpoint.head import STRIPES
 from bootseer.checkpoint.hot_list import MAX_BYTES, Range, common, decode, encode
-from bootseer.errors import BootseerError, NotFoundError
+from bootseer.errors import BootseerError, CorruptError, NotFoundError
 from bootseer.mounts.serve import OnError
 from bootseer.places.place import Entry, Place, join, make_folder_like_parent, name_of
 
@@ -56,10 +56,13 @@ class HotLists:
         # Most starts of a job read the same, so that a thousand nodes write nothing.
         if not checkpoint or sorted(ranges) == sorted(self._published):
             return
-        known = common(ranges, self._published)
-        if not began and sum(one.length for one in known) == sum(one.length for one in ranges):
-            return
         try:
+            self._published = []
+            with contextlib.suppress(NotFoundError, CorruptError):  # another start may have replaced it
+                self._published = self._read(self._name, checkpoint)
+            known = common(ranges, self._published)
+            if not began and sum(one.length for one in known) == sum(one.length for one in ranges):
+                return
             make_folder_like_parent(self._place, HOT)
             self._place.write_bytes(join(HOT, self._name), encode(ranges, checkpoint))
             if not self._published:
@@ -69,8 +72,11 @@ class HotLists:
 
     def _in_place(self, name: str, checkpoint: str) -> list[Range]:
         with self._as_hint(f"{self._place.uri}/{HOT}/{name}"):
-            return decode(self._place.read_bytes(join(HOT, name), MAX_BYTES), checkpoint)
+            return self._read(name, checkpoint)
         return []
+
+    def _read(self, name: str, checkpoint: str) -> list[Range]:
+        return decode(self._place.read_bytes(join(HOT, name), MAX_BYTES), checkpoint)
 
     @contextlib.contextmanager
     def _as_hint(self, where: str) -> Iterator[None]:
