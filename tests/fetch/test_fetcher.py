@@ -247,7 +247,7 @@ class Neighbour:
     """Another node with the uncompressed bytes of some blocks, one of them damaged."""
 
     uri, sends_plain, run_blocks, turn = "peer://neighbour", True, 4, 0.5
-    steps, may_ask_origin, may_read_ahead = ("neighbour",), True, False
+    steps, may_ask_store, may_read_ahead = ("neighbour",), True, False
 
     def __init__(self, data, has, damaged):
         self.data, self.has, self.damaged = data, has, damaged

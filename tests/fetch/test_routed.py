@@ -25,7 +25,7 @@ RUN = 4
 @dataclass(frozen=True)
 class Way:
     steps: tuple[Hashable, ...]
-    may_ask_origin: bool
+    may_ask_store: bool
     may_read_ahead: bool = True
 
 

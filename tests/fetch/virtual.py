@@ -74,7 +74,7 @@ class Near:
     """Routes of a file that one peer may have: the peer, and after its failure the store. Also its only route."""
 
     run_blocks, turn = 1 << 20, 0.0
-    steps, may_ask_origin, may_read_ahead = ("near",), True, True
+    steps, may_ask_store, may_read_ahead = ("near",), True, True
 
     def route(self, block: int, now: float) -> Near:
         return self

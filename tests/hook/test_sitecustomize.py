@@ -106,6 +106,6 @@ def test_it_is_valid_in_interpreters_of_system_tools():
 def test_every_marked_package_begins_the_watch():
     """Some of them import torch themselves, before their marked parts."""
     source = (Path(marks.__file__).parent / "path" / "sitecustomize.py").read_text()
-    (named,) = (line for line in source.splitlines() if line.startswith("FRAMEWORKS = "))
+    (named,) = (line for line in source.splitlines() if line.startswith("TRIGGERS = "))
     packages = {name.partition(".")[0] for name in marks.after_import_of()}
     assert packages - {"bootseer", "deepspeed", "megatron"} == set(ast.literal_eval(named.partition(" = ")[2]))

@@ -41,7 +41,7 @@ def test_two_at_most_may_ask_the_origin_for_a_run() -> None:
     for racks in (0, 4):
         peers = job(64, racks)
         for run in range(20):
-            assert sum(Members(peers, peer.name).route(FILE, run).may_ask_origin for peer in peers) == 2
+            assert sum(Members(peers, peer.name).route(FILE, run).may_ask_store for peer in peers) == 2
 
 
 def test_a_run_comes_into_a_rack_once() -> None:
@@ -73,7 +73,7 @@ def test_a_node_asked_as_an_owner_asks_no_owner_of_that_level_and_then_the_origi
             found = {step.level for step in route.steps}
             assert found <= levels
             assert len(found) == 1
-            assert route.may_ask_origin or found == {Level.GLOBAL}
+            assert route.may_ask_store or found == {Level.GLOBAL}
             seen |= {(asked, level) for level in found}
     assert seen == {(asked, level) for asked, levels in allowed.items() for level in levels}
 
@@ -138,7 +138,7 @@ def test_a_client_that_serves_nothing_asks_the_same_owners() -> None:
         route = Members(peers, "client").route(FILE, run)
         assert route.steps[0] == Step(Members(peers, "x").route(FILE, run).steps[0].peer, Level.GLOBAL)
         assert len(route.steps) == 2
-        assert not route.may_ask_origin
+        assert not route.may_ask_store
 
 
 def test_alone_there_is_the_origin() -> None:

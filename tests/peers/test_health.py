@@ -169,7 +169,7 @@ def test_the_only_peer_is_compared_with_the_origin() -> None:
     assert not health.is_unsure("only", MIB)
     answered(health, "only", MIB, 2.0)
     assert health.is_unsure("only", MIB)
-    health.origin_sent(MIB, 0.01)
+    health.store_sent(MIB, 0.01)
     assert not health.is_unsure("only", MIB)
     answered(health, "only", MIB, 2.0, at_s=2.0)
     answered(health, "only", MIB, 2.0, at_s=4.0)
@@ -186,7 +186,7 @@ def test_a_peer_that_is_not_slow_or_not_the_only_one_needs_no_comparison() -> No
 
 def test_a_slow_origin_excludes_no_peer() -> None:
     health = Health()
-    health.origin_sent(MIB, 4.0)
+    health.store_sent(MIB, 4.0)
     for number in range(4):
         answered(health, "only", MIB, 2.0, at_s=2.0 * number)
     assert health.absent(8.0) == frozenset()

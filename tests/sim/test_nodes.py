@@ -84,7 +84,7 @@ def test_a_naive_limit_on_waiting_collapses(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Health, "late_at", lambda health, asked: asked.begun_s + 0.5)
     route = Members.route
     monkeypatch.setattr(
-        Members, "route", lambda *words, **named: msgspec.structs.replace(route(*words, **named), may_ask_origin=True)
+        Members, "route", lambda *words, **named: msgspec.structs.replace(route(*words, **named), may_ask_store=True)
     )
     seconds, mib = load.__wrapped__(8, origin=100, node=200)
     assert mib > 5 * 64

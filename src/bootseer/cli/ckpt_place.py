@@ -15,7 +15,7 @@ from bootseer.checkpoint.layout import MAX_REPLICATION, MAX_STRIPES, Policy
 from bootseer.cli.options import COUNT, FLAG, Option, parse_size
 from bootseer.errors import AccessError, CorruptError, NotFolderError, NotFoundError, UsageError
 from bootseer.launch.supervise import say
-from bootseer.places import check_slashes, open_place
+from bootseer.places import HDFS, check_slashes, open_place
 from bootseer.units import listed
 
 STRIPES = (
@@ -35,7 +35,7 @@ def split(uri: str) -> tuple[str, str]:
     if not separator and uri:
         scheme, rest = "file", str(Path(uri).absolute())
     folder, slash, name = rest.rstrip("/").rpartition("/")
-    if not name or not slash or (scheme not in ("file", "hdfs", "viewfs") and not folder) or name in (".", ".."):
+    if not name or not slash or (scheme not in ("file", *HDFS) and not folder) or name in (".", ".."):
         raise UsageError(
             f"{uri!r} is not the address of a checkpoint", hint="for example hdfs://namenode/jobs/moe/step-1000"
         )

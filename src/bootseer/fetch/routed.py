@@ -60,7 +60,7 @@ class Route(Protocol):
         readers may read ahead."""
 
     @property
-    def may_ask_origin(self) -> bool:
+    def may_ask_store(self) -> bool:
         """Whether to ask the store after all peers failed. Otherwise they are asked again, or other ones."""
 
 
@@ -157,7 +157,7 @@ class Routed(Ledger):
             return False
         route = routes.route(key[1], now)
         if all(step in wanted.tried for step in route.steps):
-            if route.steps and not route.may_ask_origin and wanted.attempts < _ROUNDS:
+            if route.steps and not route.may_ask_store and wanted.attempts < _ROUNDS:
                 wanted.tried = ()
                 return False
             wanted.attempts, wanted.origin = 0, 1
@@ -178,7 +178,7 @@ class Routed(Ledger):
         for step in route.steps:
             if step not in wanted.tried:
                 return step
-        return None if route.may_ask_origin else route.steps[0]
+        return None if route.may_ask_store else route.steps[0]
 
     def _may_read_ahead(self, key: Key, step: Hashable, now: float) -> range:
         """The blocks that a reader's request with this route step may read ahead: with peers those of the same run."""

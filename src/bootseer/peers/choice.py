@@ -6,8 +6,8 @@ racks are known there are two levels: a node asks the owner within its rack, and
 so that a run crosses the network once per rack rather than once per node.
 
 Why an owner never forwards a request to another owner (`Level`): two nodes with different lists could otherwise wait
-for each other. With this rule a wrong list costs one more read of the origin, never a deadlock. A node that starts to
-read a file later than others asks these before the origin: they had to fetch its runs without it. Decides and touches
+for each other. With this rule a wrong list costs one more read of the store, never a deadlock. A node that starts to
+read a file later than others asks these before the store: they had to fetch its runs without it. Decides and touches
 nothing.
 """
 
@@ -38,9 +38,9 @@ class Level(StrEnum):
     """What the receiver of a request may do for a block that it does not have."""
 
     RACK = "rack"
-    """Get it from the global owner, or from the origin."""
+    """Get it from the global owner, or from the store."""
     GLOBAL = "global"
-    """Get it from a node that started to read the file before it, or from the origin."""
+    """Get it from a node that started to read the file before it, or from the store."""
     HELD = "held"
     """Nothing: the block is sent if it is present. Waiting for it could be a deadlock."""
 
@@ -68,9 +68,9 @@ class Route(Struct, frozen=True):
     """Where a node gets the blocks of one run."""
 
     steps: tuple[Step, ...]
-    """At most two peers in the order in which they are asked; empty if this node asks the origin at once."""
-    may_ask_origin: bool
-    """Whether this node asks the origin after the peers failed: only the first two in rank do."""
+    """At most two peers in the order in which they are asked; empty if this node asks the store at once."""
+    may_ask_store: bool
+    """Whether this node asks the store after the peers failed: only the first two in rank do."""
 
     @property
     def may_read_ahead(self) -> bool:
@@ -105,7 +105,7 @@ class Members:
     ) -> Route:
         """Where this node gets a run of a file (identified by its index).
 
-        `absent`: peers that are excluded now; the next in rank replace them, so that at most two nodes ask the origin
+        `absent`: peers that are excluded now; the next in rank replace them, so that at most two nodes ask the store
         for a run whatever happens to its owners. `ahead`: nodes that started to read the file before this one; the two
         of them that fetched the run in its place are asked first. `asked`: the level at which another node asked this
         one for the run, if it does not read the file itself: an owner in a rack asks only the global owners, and these
@@ -121,8 +121,8 @@ class Members:
         self, file: str, run: int, absent: frozenset[str], ahead: frozenset[str], asked: Level | None
     ) -> Route:
         key = f"{file}/{run}".encode()
-        # Without racks: the first in rank has no steps and asks the origin at once; the second asks the first, then the
-        # origin; all others ask these two. So the origin sends a run twice at most, as long as one of the two is alive.
+        # Without racks: the first in rank has no steps and asks the store at once; the second asks the first, then the
+        # store; all others ask these two. So the store sends a run twice at most, as long as one of the two is alive.
         # With racks, `first` are the owners in two racks, and a node asks the owner in its own rack, which asks them.
         first = self._first(key, absent)
         is_first = [peer.name == self.own for peer in first]
@@ -143,7 +143,7 @@ class Members:
         if not steps:
             others = [peer for peer in self.peers if peer.name in ahead - absent and peer.name != self.own]
             steps = tuple(Step(peer, Level.HELD) for peer in _ranked(key, others))
-            # A node asked as an owner may ask the origin, whatever its own list says.
+            # A node asked as an owner may ask the store, whatever its own list says.
             return Route(steps, any(is_first) or asked is not None)
         return Route(steps, any(is_first))
 

@@ -1,16 +1,16 @@
 """The health of peers: which are late, when a request is given up, and which peers are excluded for a while.
 
-An owner that waits for the origin is not late: it reports `filling` at once and repeatedly. Taking that for a timeout
-would send the whole job to the origin, since all wait for the origin at the beginning of a start. A request is late
+An owner that waits for the store is not late: it reports `filling` at once and repeatedly. Taking that for a timeout
+would send the whole job to the store, since all wait for the store at the beginning of a start. A request is late
 when its peer is silent, or sends at less than an eighth of the median peer's rate. A peer that reports `filling` too
-long is excluded if others send meanwhile: then the origin does not hang.
+long is excluded if others send meanwhile: then the store does not hang.
 
 Three limits: at most 5 % of all requests are given up and made to another peer, a peer that was late 2 times of its
 last 8 is excluded for 5 s (a circuit breaker), and one that sent a wrong block is excluded for the rest of the job.
 
 A slow peer need not be late: each of many small responses arrives soon, but the start waits for their sum. So a peer
 that has sent at less than an eighth of the median for two seconds, over all its responses, is excluded for 5 s too.
-The origin counts in the median like a peer if its rate is known: where there is one other node only, that node would
+The store counts in the median like a peer if its rate is known: where there is one other node only, that node would
 otherwise be compared with nothing but itself.
 Times are seconds of any one clock. Pure decisions, no I/O.
 """
@@ -48,11 +48,11 @@ _FIRST_GIVEN_UP: Final = 2
 """This many requests may be given up at the beginning."""
 STILL_S: Final = 20.0
 """A peer that reports `filling`, and for so long has neither sent nor received bytes, is given up: a reader waits for
-30 s in all, and must still try the second in rank or the origin."""
+30 s in all, and must still try the second in rank or the store."""
 _MOST_STILL: Final = 3
 """In any case after this many times as long; a sound peer reports after 30 s that it did not get them."""
 _UNSURE_S: Final = 0.1
-"""Responses of a megabyte that take longer are worth a comparison with another peer, or the origin."""
+"""Responses of a megabyte that take longer are worth a comparison with another peer, or the store."""
 _FLOOR: Final = 1 << 14
 """Minimum rate of a response in bytes per second, independent of other peers."""
 _REST: Final = 2
@@ -112,7 +112,7 @@ class Health:
         self._begins: deque[float] = deque(maxlen=_SAMPLES)
         """Recent times to the first byte or report."""
         self._silence_s = _LONG_SILENCE_S
-        self._origin_rate = 0.0
+        self._store_rate = 0.0
         """As `_Known.rate`."""
         self.requests = 0
         self.num_given_up = 0
@@ -125,7 +125,7 @@ class Health:
         request.sent_s = request.active_s = now_s
 
     def filling(self, request: PeerRequest, now_s: float, *, moves: bool = True) -> None:
-        """The peer reports that it waits for the origin. `moves`: it has received bytes since its last report."""
+        """The peer reports that it waits for the store. `moves`: it has received bytes since its last report."""
         self._note_active(request, now_s)
         if moves:
             request.moved_s = now_s
@@ -156,10 +156,10 @@ class Health:
         sent_s = self._known[request.peer].sent_s if request.peer in self._known else float("-inf")
         return min(max(request.moved_s, sent_s) + STILL_S, max(request.begun_s, sent_s) + _MOST_STILL * STILL_S)
 
-    def origin_sent(self, num_bytes: int, seconds: float) -> None:
-        """The origin has sent this to one request."""
+    def store_sent(self, num_bytes: int, seconds: float) -> None:
+        """The store has sent this to one request."""
         if seconds > 0:
-            self._origin_rate = _averaged(self._origin_rate, num_bytes / seconds)
+            self._store_rate = _averaged(self._store_rate, num_bytes / seconds)
 
     def is_unsure(self, peer: str, length: int) -> bool:
         """Whether this peer needs long for `length` bytes, and there is nothing to compare it with."""
@@ -168,7 +168,7 @@ class Health:
         return known is not None and rates == [known.rate] and length > known.rate * _UNSURE_S
 
     def must_compare(self, peer: str, length: int) -> bool:
-        """Whether `length` bytes must be read from another peer, or the origin, to have a rate with which this slow
+        """Whether `length` bytes must be read from another peer, or the store, to have a rate with which this slow
         peer can be compared. True once for each peer."""
         if not self.is_unsure(peer, length) or self._known[peer].compared:
             return False
@@ -176,7 +176,7 @@ class Health:
         return True
 
     def _rates(self) -> list[float]:
-        return [rate for rate in (*(known.rate for known in self._known.values()), self._origin_rate) if rate]
+        return [rate for rate in (*(known.rate for known in self._known.values()), self._store_rate) if rate]
 
     def _usual_rate(self) -> float:
         return median(self._rates() or [0.0])

@@ -46,7 +46,7 @@ class Sent:
     late: int = 0
     """Requests given up as late, or broken off."""
     seconds: float = 0.0
-    """Total duration of the requests, including waiting for the origin."""
+    """Total duration of the requests, including waiting for the store."""
     wrong: int = 0
     """Blocks with a wrong digest: the node is excluded."""
 
@@ -93,10 +93,10 @@ class PeerGroup:
         with self.lock:
             return self.health.must_compare(peer, length)
 
-    def origin_sent(self, num_bytes: int, seconds: float) -> None:
-        """The origin has sent this to one request: peers are compared with it."""
+    def store_sent(self, num_bytes: int, seconds: float) -> None:
+        """The store has sent this to one request: peers are compared with it."""
         with self.lock:
-            self.health.origin_sent(num_bytes, seconds)
+            self.health.store_sent(num_bytes, seconds)
 
     def ended(self, watch: Watch, sent: Sent, problem: BootseerError | None, file: str) -> None:
         is_late = watch.ended(problem, file)
@@ -154,7 +154,7 @@ class FilePeers:
     def __init__(self, group: PeerGroup, index: Index, asked: Level | None = None) -> None:
         """`asked`: as of `Members.route`."""
         self._group = group
-        self.store_sent = group.origin_sent
+        self.store_sent = group.store_sent
         self._asked = asked
         self._identity = index.identity
         self.run_blocks = max(run_bytes(index.size_bytes) // index.block_size, 1)
@@ -203,7 +203,7 @@ class PeerOrigin:
         return f"peer {self.step.peer.name}"
 
     def read(self, index: Index, blocks: range, timeout_s: float) -> Generator[tuple[int, Buffer], None, None]:
-        """`timeout_s` is unused: an owner reports that it waits for the origin, and when it gives up; silence and low
+        """`timeout_s` is unused: an owner reports that it waits for the store, and when it gives up; silence and low
         rates have their own limits. Raises only `TransientError`: another node may serve what this one refuses."""
         # A range is sent or refused as a whole, and at level HELD only some of its blocks may be present.
         max_blocks = 1 if self.step.level is Level.HELD else max(MAX_RANGE // index.block_size, 1)

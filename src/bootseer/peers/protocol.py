@@ -17,7 +17,7 @@ without synchronized clocks or a memory of nonces. Responses are not signed: rec
 
     GET /v1/start                               which nodes are ready for their command: see `readiness`
 
-    102 Processing                              the owner waits for the origin; again every 0.1 s
+    102 Processing                              the owner waits for the store; again every 0.1 s
     Bootseer-Ready: NUMBER                      blocks of the file that it has by now
     206 Partial Content, 403, 404, 416, 429, 503
 

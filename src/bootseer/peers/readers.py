@@ -149,7 +149,7 @@ class CachedFiles:
 
 class CachedContent(CachedBlocks):
     """Requests for missing blocks wait as long as local processes fetch any of the file: they proceed in their own
-    order, and may wait for a slow origin."""
+    order, and may wait for a slow store."""
 
     def __init__(self, files: CachedFiles, root: Path, identity: str) -> None:
         """Raises `BootseerError` where the cache has no such file."""

@@ -1,7 +1,7 @@
 """Serves this node's blocks to the other nodes of its job, from files of the cache by `sendfile`.
 
 One thread per connection: `sendfile` releases the GIL and costs a quarter of a second of CPU per GiB, like nginx and
-half of asyncio. Missing blocks are requested from the origin by the node's own fetcher, so that each is fetched once
+half of asyncio. Missing blocks are requested from the store by the node's own fetcher, so that each is fetched once
 however many peers wait for it; those get `102` at once and repeatedly until the block is present.
 """
 
@@ -279,7 +279,7 @@ class Server:
 
     def _find_soon(self, connection: Connection, file: str) -> Content | None:
         """Wait for content that may be registered in a moment: the nodes of a job start to read the same files within a
-        second, and the first ones would fetch everything from the origin while the others are not ready."""
+        second, and the first ones would fetch everything from the store while the others are not ready."""
         content = self._find(file)
         with self._lock:
             if len(self._first_asked_s) >= _MAX_UNKNOWN:

@@ -3,7 +3,7 @@
 One process, which `bootseer run` starts before anything is mounted and which ends with it. It shares a folder (`job`)
 with the local processes of the job: they register the files that they read, it publishes the job's nodes.
 
-It serves from the node's cache. Missing blocks are fetched from the origin into the same cache; claims keep the service
+It serves from the node's cache. Missing blocks are fetched from the store into the same cache; claims keep the service
 and local readers from fetching a block twice.
 """
 

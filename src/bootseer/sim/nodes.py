@@ -319,7 +319,7 @@ class Loader:
             length, begun_s = len(request.mine) * file.block_bytes, self._engine.now
 
             def arrived() -> None:
-                self.health.origin_sent(length, self._engine.now - begun_s)
+                self.health.store_sent(length, self._engine.now - begun_s)
                 self._end(request, None)
 
             request.flow = self._engine.start(way, num_bytes, arrived)

@@ -73,7 +73,7 @@ class PeerChunks:
         self._slots = threading.Semaphore(_RECEIVING)
         self._registered: set[str] = set()
         self._received_s: dict[str, float] = {}
-        self.place_sent = self._group.origin_sent
+        self.place_sent = self._group.store_sent
         """To be told of each chunk that was read from the place: peers are compared with that."""
 
     @property

@@ -9,7 +9,7 @@ sitecustomize that this one hides is run. A failure here may cost the trace, but
 
 import sys
 
-FRAMEWORKS = ("torch", "jax", "safetensors")
+TRIGGERS = ("torch", "jax", "safetensors")
 """Top-level packages of `hook.marks.after_import_of`, without those that themselves import one of these."""
 
 TYPE_CHECKING = False
@@ -37,7 +37,7 @@ def _watch_imports() -> None:
             if name == "bootseer":  # by the program itself, for stages of its own
                 Package.install()
                 return Package.find_spec(name) if sys.meta_path[0] is Package else None
-            if name not in FRAMEWORKS:
+            if name not in TRIGGERS:
                 return None
             try:
                 sys.meta_path.remove(cls)  # raises if another thread was first and has started the watch
@@ -92,7 +92,7 @@ def _watch_imports() -> None:
         nonlocal started_ns, stat
         started_ns, stat = now_ns, _read_stat()  # now, before the program has children of its own
         atexit.register(at_exit)
-        if any(name in sys.modules for name in FRAMEWORKS):
+        if any(name in sys.modules for name in TRIGGERS):
             from bootseer.hook import watch
 
             _call(watch.start, started_ns, warm, paths, stat)

@@ -90,7 +90,7 @@ def look_up(task: Task, image: str) -> LookupResult:
         with task.stage("key") as facts:
             import bootseer.launch.environment.restore  # while the child works
 
-            if task.store_uri.startswith("hdfs://"):
+            if task.store_uri.startswith(("hdfs://", "viewfs://")):
                 with contextlib.suppress(ImportError):  # then the child has reported it
                     import bootseer.places.hdfs  # noqa: F401 - the children to come need it
 
