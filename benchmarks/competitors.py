@@ -21,6 +21,11 @@ _STOP_S = 20.0
 _MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 
 
+def version(program: str | Path) -> str:
+    """What `--version` prints."""
+    return subprocess.run([program, "--version"], capture_output=True, text=True, check=True).stdout.strip()
+
+
 class Way(Protocol):
     """A way to start containers from images in a registry."""
 

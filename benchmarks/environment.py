@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import median
 
 import package_index
+from competitors import version
 from environment_claims import SLOW, Names, claims
 from environment_node import WORK, Node, Sample
 from environment_tools import LOCK, PORT, Tools
@@ -109,7 +110,12 @@ def measure(quick: bool) -> Outcome:
                 print(f"  {arm.name}: {times}", flush=True)
     samples = {name: [sample.imported_s for sample in of_arm] for name, of_arm in found.items()}
     return Outcome(
-        parameters={"packages": len(tools.lines), "work": WORK, "link_mbit_per_s": _GBIT},
+        parameters={
+            "packages": len(tools.lines),
+            "work": WORK,
+            "link_mbit_per_s": _GBIT,
+            "versions": [version(tools.uv), version(tools.uv.with_name("pip"))],
+        },
         samples=samples,
         unit="s",
         baselines={name: Names.UV_COLD for name in samples if name.startswith("bootseer")},

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 
 import node
-from competitors import Containerd, ParallelPull, PlainFolder, Way
+from competitors import Containerd, ParallelPull, PlainFolder, Way, version
 from harness import ROOT, Benchmark, Outcome
 from image_claims import LINKS, Names, Sample, claims
 from image_registry import Registry
@@ -100,7 +100,12 @@ def measure(quick: bool) -> Outcome:
                     found[arm.name].append(sample)
     samples = {name: [sample.cold.ready_s for sample in of_arm] for name, of_arm in found.items()}
     return Outcome(
-        parameters={"links": list(LINKS), "image": "examples/image", "work": "import torch, 64x64 matrix product"},
+        parameters={
+            "links": list(LINKS),
+            "image": "examples/image",
+            "work": "import torch, 64x64 matrix product",
+            "versions": [version("containerd"), version("curl").splitlines()[0]],
+        },
         samples=samples,
         unit="s",
         baselines={

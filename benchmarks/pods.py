@@ -21,6 +21,7 @@ from statistics import median
 from typing import TypeVar
 
 import node
+from competitors import version
 from harness import ROOT, Benchmark, Must, Outcome
 from image_registry import Registry
 
@@ -92,9 +93,8 @@ def measure(quick: bool) -> Outcome:
                         _on_new_node(site, arms[name], "overlayfs" if name == _OVERLAYFS else "bootseer")
                     )
                     print(f"  {name}: {seconds[name][-1]:.2f} s", flush=True)
-    version = subprocess.run(["containerd", "--version"], capture_output=True, text=True, check=True).stdout.split()[2]
     return Outcome(
-        parameters={"image": "examples/image", "work": node.TORCH, "containerd": version},
+        parameters={"image": "examples/image", "work": node.TORCH, "containerd": version("containerd")},
         samples=seconds,
         unit="s",
         baselines={_PULLED: _OVERLAYFS, _LAZY: _RUN},
