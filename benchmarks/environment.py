@@ -114,7 +114,7 @@ def measure(quick: bool) -> Outcome:
             "packages": len(tools.lines),
             "work": WORK,
             "link_mbit_per_s": _GBIT,
-            "versions": [version(tools.uv), version(tools.uv.with_name("pip"))],
+            "versions": [version(tools.uv), version(tools.uv.with_name("pip")).partition(" from ")[0]],
         },
         samples=samples,
         unit="s",
