@@ -14,6 +14,7 @@ import shlex
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from bootseer.env.changes import parents
@@ -85,11 +86,18 @@ class Requirements:
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Values of variables in names of local files."""
 
-    _named: dict[str, Requirement] = field(default_factory=dict)
+    _named: dict[str, tuple[Requirement, str]] = field(default_factory=dict)
+    """With the file that names it."""
     _pins: dict[str, bool] = field(default_factory=dict)
     """Names with a version in a constraint file; True if it also has a digest."""
+    _locked: set[str] = field(default_factory=set)
+    """Files and projects' folders whose dependencies a lock determines; "": what no file names."""
     _is_locked: bool = False
-    """A lock file determines all dependencies."""
+    """A constraint file determines all dependencies."""
+    _source: str = ""
+    """The file that is being read; of a project, its folder."""
+    _sources: dict[str, set[str]] = field(default_factory=dict)
+    """Where dependencies come from, by their words in `unpinned`."""
 
     def add_files(self, paths: Iterable[tuple[str, bool]], files: NodeFiles, cwd: str) -> None:
         """Read requirement files and everything they include. The flag marks constraint files."""
@@ -114,7 +122,10 @@ class Requirements:
                 self.problems.append(str(error))
                 continue
             self.files[path] = ()
+            folder, name = posixpath.split(path)
+            self._source = folder if name in _PROJECTS else path
             waiting += self._file(path, data, constraint, files, cwd)
+            self._source = ""
 
     def add(
         self, wanted: Requirement | None, files: NodeFiles, folders: Sequence[str], *, no_deps: bool = False
@@ -132,7 +143,7 @@ class Requirements:
         if wanted.kind == "url" and not wanted.pinned:
             self.unpinned[f"{wanted.words} (an address without a digest)"] = None
         if wanted.kind == "name" and not wanted.pinned:
-            self._named.setdefault(wanted.name, wanted)
+            self._named.setdefault(wanted.name, (wanted, self._source))
         elif not no_deps and not wanted.hashed:
             self._dependencies(wanted.words)
 
@@ -155,18 +166,19 @@ class Requirements:
 
     def close(self) -> None:
         """Called after the last file: resolve what depends on all files."""
-        for name, wanted in self._named.items():
+        for name, (wanted, source) in self._named.items():
+            self._source = source
             if name not in self._pins:
                 self.unpinned[wanted.words] = None
             elif not self._pins[name]:
                 self._dependencies(wanted.words)
         self._named.clear()
-        if self._is_locked:
-            for words in [words for words in self.unpinned if words.startswith(_DEPENDENCIES)]:
-                del self.unpinned[words]
+        for words, sources in self._sources.items():
+            if self._is_locked or sources & self._locked:
+                self.unpinned.pop(words, None)
 
     def _file(self, path: str, data: bytes, constraint: bool, files: NodeFiles, cwd: str) -> list[tuple[str, bool]]:
-        name = posixpath.basename(path)
+        folder, name = posixpath.split(path)
         if path in self.given:
             try:
                 kind = requirement.kind_of(path, data)
@@ -176,7 +188,7 @@ class Requirements:
                 self.problems.append(str(error))
                 return []
         if name in LOCKS or _LOCK_NAME.fullmatch(name):
-            self._is_locked = True
+            self._locked |= {"", folder}
             return []
         if name in _PROJECTS or name.endswith(_OF_CONDA):
             return self._project(path, data, files, cwd)
@@ -185,7 +197,9 @@ class Requirements:
             return []
         text = data.decode("utf-8-sig", "replace")
         self.files[path] = tuple(map(without_credentials, data.decode("utf-8", "surrogateescape").split("\n")))
-        self._is_locked |= bool(_COMPILED.search(text[:4000]))
+        if _COMPILED.search(text[:4000]):
+            self._is_locked |= constraint
+            self._locked |= {"", path, folder}
         return self._text(text, path, constraint, files, cwd)
 
     def _text(self, text: str, path: str, constraint: bool, files: NodeFiles, cwd: str) -> list[tuple[str, bool]]:
@@ -232,7 +246,7 @@ class Requirements:
         if kind == "uv.lock" and files.kind(beside) == "file":
             self.files[beside] = requirement.relevant_parts("pyproject", beside, files.read(beside))
         if kind in ("uv.lock", "pylock"):
-            self._is_locked = True
+            self._locked |= {"", path, folder}
         else:
             self._dependencies(posixpath.basename(path))
         return self._text(requirement.lines_of_pip(data), path, False, files, folder) if kind == "conda" else []
@@ -253,10 +267,12 @@ class Requirements:
             if is_new and not no_deps:
                 self.add_project(path, files)
         if not no_deps and not wanted.hashed:
-            self._dependencies(wanted.name or posixpath.basename(places[0]))
+            self._dependencies(wanted.name or posixpath.basename(places[0]), *places, *chain(*map(parents, places)))
 
-    def _dependencies(self, words: str) -> None:
-        self.unpinned[f"{_DEPENDENCIES} {words}"] = None
+    def _dependencies(self, words: str, *folders: str) -> None:
+        """Note dependencies without versions: a lock of their file or of one of these folders determines them."""
+        self.unpinned[words := f"dependencies of {words}"] = None
+        self._sources.setdefault(words, set()).update((self._source, *folders))
 
     def _project(self, path: str, data: bytes, files: NodeFiles, cwd: str) -> list[tuple[str, bool]]:
         """Add the description of a project: its dependencies are unpinned unless a lock lies beside it (`close`)."""
@@ -276,7 +292,6 @@ class Requirements:
         return self._text(requirement.lines_of_pip(data), path, False, files, cwd) if name.endswith(_OF_CONDA) else []
 
 
-_DEPENDENCIES = "dependencies of"
 _OF_UV: Mapping[str, requirement.FileKind] = {"pyproject.toml": "pyproject", "uv.lock": "uv.lock"}
 
 
