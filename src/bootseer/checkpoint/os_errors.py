@@ -42,6 +42,8 @@ _NUMBERS: tuple[tuple[type[BootseerError], int], ...] = (
 
 def number_of(error: BootseerError) -> int:
     """The errno of an error; EIO if none fits better."""
+    if isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EROFS:  # of the spool or the place
+        return errno.EROFS
     return next((number for kind, number in _NUMBERS if isinstance(error, kind)), errno.EIO)
 
 
@@ -68,7 +70,7 @@ class LoggedOsErrors:
     def __exit__(self, kind: object, error: BaseException | None, at: object) -> None:
         if isinstance(error, BootseerError):
             number = number_of(error)
-            if number in (errno.EIO, errno.EACCES, errno.ENOSPC):
+            if number in (errno.EIO, errno.EACCES, errno.ENOSPC, errno.EROFS):
                 self._on_error(f"{self._operation}: {error}")
             raise OSError(number, str(error)) from error
 

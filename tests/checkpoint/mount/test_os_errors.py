@@ -24,9 +24,16 @@ from bootseer.errors import (
 )
 
 
+def caused(error: BootseerError, number: int) -> BootseerError:
+    error.__cause__ = OSError(number, "")
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "number", "is_logged"),
     [
+        (caused(PermanentError("x"), errno.EROFS), errno.EROFS, True),
+        (caused(AccessError("x"), errno.EPERM), errno.EACCES, True),
         (OtherFolderError("x"), errno.EXDEV, False),
         (AlreadyExistsError("x"), errno.EEXIST, False),
         (NotEmptyError("x"), errno.ENOTEMPTY, False),
