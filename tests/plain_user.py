@@ -4,6 +4,7 @@ optionally a FUSE device that everyone may open, as on most machines."""
 from __future__ import annotations
 
 import os
+import resource
 import stat
 import subprocess
 import sys
@@ -20,11 +21,12 @@ UID = 64321
 _FUSE, _PEOPLE = Path("/dev/fuse"), Path("/etc/passwd")
 
 
-def as_plain_user(folder: Path, *, fuse: bool, covered: bool = False) -> Callable[[], None]:
+def as_plain_user(folder: Path, *, fuse: bool, covered: bool = False, named: bool = True) -> Callable[[], None]:
     """For `preexec_fn`: become that user. `folder` is scratch space. `covered`: a part of /proc is overmounted, as in
-    containers."""
+    containers. `named`: /etc/passwd has the user."""
     node, people = folder / "fuse", folder / "passwd"
-    people.write_text(f"{_PEOPLE.read_text()}plain:x:{UID}:{UID}::/:/bin/sh\n")  # fusermount3 looks up the user's name
+    line = f"plain:x:{UID}:{UID}::/:/bin/sh\n" if named else ""  # fusermount3 looks up the user's name
+    people.write_text(f"{_PEOPLE.read_text()}{line}")
     if fuse and not node.exists():
         os.mknod(node, stat.S_IFCHR | 0o666, _FUSE.stat().st_rdev)
         node.chmod(0o666)
@@ -43,6 +45,17 @@ def _become(people: Path, fuse: Path | None, covered: bool) -> None:
     os.setgroups([])
     os.setresgid(UID, UID, UID)
     os.setresuid(UID, UID, UID)
+
+
+def alone(folder: Path) -> Callable[[], None]:
+    """For `preexec_fn`: become that user, who may start no more processes or threads."""
+    become = as_plain_user(folder, fuse=False)
+
+    def call() -> None:
+        become()
+        resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+
+    return call
 
 
 def protect_disks() -> None:

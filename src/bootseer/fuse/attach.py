@@ -87,7 +87,8 @@ def _run_helper(options: list[str], target: Path, action: str, *link: int) -> st
     if ended.returncode == 0:
         return ""
     messages = ended.stderr.decode("utf-8", "replace").strip().splitlines()
-    return messages[-1] if messages else f"{HELPER} failed"
+    missing = f"; user {os.getuid()} needs a line in /etc/passwd" if b"determine username" in ended.stderr else ""
+    return f"{messages[-1]}{missing}" if messages else f"{HELPER} failed"
 
 
 def detach(target: Path, *, force: bool = False, lazy: bool = False) -> None:

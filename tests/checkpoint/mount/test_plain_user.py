@@ -24,13 +24,13 @@ pytestmark = [
 ]
 
 
-def as_user(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
+def as_user(folder: Path, script: str, *, named: bool = True) -> subprocess.CompletedProcess[str]:
     """Run a shell script as that user, with access to the FUSE device."""
     home = home_of(folder)
     names = {"HOME": str(home), "BOOTSEER_RUNTIME": str(home / "runtime"), "BOOTSEER_CACHE": str(home / "cache")}
     return subprocess.run(
         ["sh", "-ec", script],
-        preexec_fn=as_plain_user(folder, fuse=True),
+        preexec_fn=as_plain_user(folder, fuse=True, named=named),
         env={**os.environ, **names, "PYTHONDONTWRITEBYTECODE": "1"},
         cwd=home,
         capture_output=True,
@@ -113,3 +113,11 @@ def test_a_plain_users_local_folder_is_read_in_place_or_mounted_elsewhere(tmp_pa
     assert (done.returncode, done.stdout) == (0, "step-1\nstep-1\n1\n"), done.stderr
     (closed,) = done.stderr.splitlines()
     assert "closed" in closed
+
+
+def test_a_user_without_a_name_is_told_what_a_mount_needs(tmp_path: Path) -> None:
+    for above in (tmp_path, *tmp_path.parents[:3]):
+        above.chmod(above.stat().st_mode | 0o711)
+    ran = as_user(tmp_path, f"mkdir place\n! {shlex.join(BOOTSEER)} ckpt mount place m", named=False)
+    assert (ran.returncode, ran.stderr.count("\n")) == (0, 1), ran.stderr
+    assert ran.stderr.endswith(f"could not determine username; user {UID} needs a line in /etc/passwd\n")
