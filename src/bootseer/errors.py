@@ -83,9 +83,15 @@ class UsageError(BootseerError):
         self.exit_code = exit_code
 
 
+def limit_of(error: BaseException) -> str:
+    """The end of a message about an error of the system: which limits refused a process or thread; else empty."""
+    is_refused = isinstance(error, BlockingIOError) or "start new thread" in str(error)
+    return "; see the limits of processes and memory (ulimit -u, pids.max)" if is_refused else ""
+
+
 def as_message(error: BaseException) -> dict[str, str]:
     """An error as a message to another process."""
-    text = str(error) if isinstance(error, BootseerError) else f"{type(error).__name__}: {error}"
+    text = str(error) if isinstance(error, BootseerError) else f"{type(error).__name__}: {error}{limit_of(error)}"
     return {"error": text, "kind": type(error).__name__, "hint": getattr(error, "hint", "")}
 
 

@@ -15,6 +15,7 @@ import pytest
 
 import bootseer
 from bootseer.cli.verb_parts import stop_event
+from plain_user import alone, home_of
 
 _LEFT_BEHIND = """
 import atexit, sys, threading
@@ -187,6 +188,24 @@ def test_errors_of_the_system_are_one_line(tmp_path: Path) -> None:
     assert (ran.returncode, ran.stderr) == (1, lost)
     ran = subprocess.run(["sh", "-c", f"{gone} >&-"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stderr) == (1, lost)
+
+
+@pytest.mark.root
+def test_a_refused_thread_or_process_is_one_line_with_the_limits(tmp_path: Path) -> None:
+    for above in (tmp_path, *tmp_path.parents[:3]):
+        above.chmod(above.stat().st_mode | 0o711)
+    home = home_of(tmp_path)
+    for words in (["list", str(home)], ["mount", str(home / "job"), str(home / "there")]):
+        ran = subprocess.run(
+            [Path(sys.executable).parent / "bootseer", "ckpt", *words],
+            env={**os.environ, "HOME": str(home)},
+            preexec_fn=alone(tmp_path),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (ran.returncode, len(ran.stderr.splitlines())) == (1, 1), ran.stderr
+        assert ran.stderr.endswith("; see the limits of processes and memory (ulimit -u, pids.max)\n")
 
 
 def test_a_message_that_cannot_be_written_does_not_change_the_exit_code() -> None:

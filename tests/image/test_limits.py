@@ -12,8 +12,10 @@ import pytest
 
 from bootseer.cli.image_options import CONTAINER, container
 from bootseer.errors import UsageError
+from bootseer.image.containers import shim
 from bootseer.image.containers.limits import Limits, capabilities_of, parse_tmpfs, parse_ulimit, read_env_file
 from bootseer.image.containers.process import process_of
+from plain_user import alone
 
 
 def test_variables_of_files_are_read_as_docker_reads_them(tmp_path: Path) -> None:
@@ -90,3 +92,18 @@ def test_a_folder_in_memory_runs_no_programs_unless_it_shall() -> None:
 def test_what_is_no_folder_in_memory_is_a_usage_error(words: str) -> None:
     with pytest.raises(UsageError):
         parse_tmpfs(words)
+
+
+@pytest.mark.root
+def test_a_container_that_may_start_no_process_says_so(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    for pids in ("own", "try", "host"):
+        ran = subprocess.run(
+            [sys.executable, "-I", "-S", shim.__file__, pids, str(tmp_path), "true"],
+            preexec_fn=alone(tmp_path),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        said = "Resource temporarily unavailable; see the limit of processes (ulimit -u, pids.max)"
+        assert (ran.returncode, ran.stderr) == (125, f"bootseer: the container: {said}\n")

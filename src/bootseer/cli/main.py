@@ -12,7 +12,7 @@ import sys
 from contextlib import suppress
 from typing import NoReturn
 
-from bootseer.errors import BootseerError, Interrupted, UsageError
+from bootseer.errors import BootseerError, Interrupted, TransientError, UsageError, limit_of
 
 
 def main() -> None:
@@ -50,7 +50,7 @@ def main() -> None:
         place, hint = (f"{error.filename}: ", "") if error.filename else ("", " (where: BOOTSEER_LOG=debug)")
         if isinstance(error, FileNotFoundError) and not error.filename and not os.stat(".").st_nlink:  # noqa: PTH116 - without pathlib
             place, hint = "the working folder was removed, change to another one: ", ""
-        _say(f"bootseer: {place}{error.strerror or error}{hint}")
+        _say(f"bootseer: {place}{error.strerror or error}{limit_of(error) or hint}")
         code = 1
         try:
             (sys.stdout or io.StringIO()).flush()
@@ -127,6 +127,10 @@ def _any_verb() -> int:
         code = exit_.exit_code
     except click.Abort as error:
         raise KeyboardInterrupt from error
+    except RuntimeError as error:
+        if limit := limit_of(error):
+            raise TransientError(f"{error}{limit}") from error
+        raise
     except click.ClickException as error:
         shown = io.StringIO()
         error.show(shown)

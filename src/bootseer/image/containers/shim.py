@@ -197,6 +197,11 @@ def _print_error(text: str) -> int:
     return _CANNOT
 
 
+def _reason(error: OSError) -> str:
+    limit = "; see the limit of processes (ulimit -u, pids.max)" if isinstance(error, BlockingIOError) else ""
+    return f"{error.strerror}{limit}"
+
+
 def _make_pid_namespace() -> tuple[int | None, str]:
     """Create a PID namespace; returns its process 1 (the PID outside), or None and the reason."""
     reader, writer = os.pipe2(os.O_CLOEXEC)
@@ -243,7 +248,7 @@ def _fork_first_process(writer: int, stay: int) -> NoReturn:
             _run_first_process(writer, stay)
         os.write(writer, b"%d\n" % first)
     except OSError as error:
-        os.write(writer, f"{error.strerror}\n".encode("utf-8", "replace"))
+        os.write(writer, f"{_reason(error)}\n".encode("utf-8", "replace"))
     finally:
         os._exit(0)
 
@@ -318,4 +323,8 @@ def _check_call(result: int, step: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        code = main()
+    except OSError as error:
+        code = _print_error(f"the container: {_reason(error)}")
+    sys.exit(code)
