@@ -94,16 +94,11 @@ def _run_measured(
 
         return run_in_image(options.image, command, options, env, session, extra_env)
     child_env = {**session.child_env(env, hook=options.hook), **extra_env}
-    if not options.setup and not options.requirements:
+    if options.environment is None:
         return run_command(command, options, child_env, session)
-    if options.environment is not None and options.environment.mode != "bypass":
-        from bootseer.launch.environment.start import run_in_environment
+    from bootseer.launch.environment.start import run_in_environment
 
-        return run_in_environment(command, options, child_env, session, own_env=env)
-    from bootseer.launch.environment.plain import run_after_setup
-
-    start_attrs = {"mode": "bypassed", "code": "bypass"}
-    return run_after_setup(command, options, child_env, session, start_attrs=start_attrs)
+    return run_in_environment(command, options, child_env, session, own_env=env)
 
 
 def _start_warm(
@@ -140,8 +135,8 @@ def _report_to_node(options: Options, session: Session, env: Mapping[str, str], 
 
 def _run_unmeasured(command: Sequence[str], options: Options, env: Mapping[str, str]) -> int:
     """BOOTSEER_DISABLE: run the setup, which is part of the job, and exec the command."""
-    if options.setup or options.requirements:
-        from bootseer.launch.environment.plain import run_setup
+    if options.environment is not None:
+        from bootseer.launch.environment.setup import run_setup
 
         supervise.block_signals()
         # Its exports are dropped, as by a wrapper script that calls the setup.

@@ -13,7 +13,6 @@ from bootseer.env.installing.interpreter import ask, module_command, runner
 from bootseer.env.installing.packages import Distribution, Installed, installed
 from bootseer.env.installing.validate import conflicts, validate
 from bootseer.env.keys.node import Interpreter
-from bootseer.launch.environment.plain import install_command
 from wheels import make_wheel
 
 pytestmark = pytest.mark.slow
@@ -62,17 +61,6 @@ def test_questions_and_installations_leave_the_working_folder_alone(
     assert validate(python, (), job_env, runner(), imports=["alpha", "json"]) == []
     assert conflicts(python, Installed(), job_env, runner()) == []
     assert "uv" in runner()(module_command(python.executable, "uv"), env=job_env, deadline_s=60).stderr
-    assert not (trap / "ran").exists()
-
-
-def test_the_plain_setup_leaves_the_working_folder_alone(
-    trap: Path, python: Interpreter, job_env: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (trap / "requirements.txt").write_text("")
-    monkeypatch.setenv("PATH", str(Path(python.executable).parent))
-    argv, _ = install_command("requirements", ["requirements.txt"], job_env)
-    done = subprocess.run(argv, env=job_env, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
     assert not (trap / "ran").exists()
 
 

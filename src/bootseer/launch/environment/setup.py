@@ -1,6 +1,7 @@
 """Run a setup for a snapshot: with the fastest installer, bytecode compiled once, and a record of what it installed.
 
-`SetupRun` has the steps; a `SetupHost` is where they run. The setup's standard output goes to standard error.
+`SetupRun` has the steps; a `SetupHost` is where they run. The setup's standard output goes to standard error, so that
+the job's own output stays clean. With the mode `bypass` pip alone installs, as without BootSeer.
 """
 
 from __future__ import annotations
@@ -9,14 +10,17 @@ import contextlib
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
+from msgspec import structs
+
 from bootseer.env.capturing.exports import ExportDiff
-from bootseer.env.document import Export
+from bootseer.env.document import Export, apply_exports
 from bootseer.env.installing import interpreter
 from bootseer.env.installing.bytecode_compile import by_interpreter, compile_command
 from bootseer.env.installing.choose import Command, Installation, choose
@@ -28,10 +32,18 @@ from bootseer.env.keys.node import Interpreter, find_python
 from bootseer.env.keys.requirement import FileKind
 from bootseer.env.life.unsafe import UnsafeError
 from bootseer.errors import BootseerError, Interrupted, PermanentError
-from bootseer.launch.command import run_program
-from bootseer.launch.environment.plain import ScriptRun, groups_of, prepare_script, script_command
+from bootseer.launch.command import Options, run_program
+from bootseer.launch.environment.plain import (
+    STAGE,
+    ScriptRun,
+    groups_of,
+    prepare_script,
+    say_failed,
+    script_command,
+)
 from bootseer.launch.environment.task import EnvironmentOptions, Task
 from bootseer.launch.interrupt import interruptible
+from bootseer.launch.session import Session, session_stage
 from bootseer.launch.supervise import ENDING, NOT_FOUND, say
 from bootseer.logs import logger
 from bootseer.machine.child import Outcome
@@ -112,9 +124,12 @@ class SetupHost:
         enter: Callable[[], None] | None = None,
         root: str = "/",
         more_env: Mapping[str, str] = MappingProxyType({}),
+        exports: bool = True,
     ) -> None:
-        """`root` is where the setup's `/` can be read, `more_env` are additional variables for its processes."""
+        """`root` is where the setup's `/` can be read, `more_env` are additional variables for its processes;
+        `exports`: whether those of a script are recorded."""
         self.task = task
+        self._records_exports = exports
         self.folder = task.cwd
         """Its working folder, as the setup sees it."""
         self.root = root
@@ -151,7 +166,10 @@ class SetupHost:
 
     def prepare_script(self, script: str) -> ScriptRun:
         """The command of the script, with the hook that records its exports."""
-        return prepare_script(script, script_command(script), self.task.folder.path / EXPORTS, self.env)
+        argv = script_command(script)
+        if not self._records_exports:
+            return ScriptRun(argv, self.env, None)
+        return prepare_script(script, argv, self.task.folder.path / EXPORTS, self.env)
 
     def exports(self, run: ScriptRun) -> ExportDiff:
         """The exports of a script that has ended."""
@@ -172,18 +190,20 @@ class SetupRun:
     def __init__(self, host: SetupHost) -> None:
         self._host = host
         self._task = host.task
+        self._with_pip_alone = host.task.options.mode == "bypass"
 
     def run(self) -> SetupResult:
         task = self._task
         began_s = time.time()
         with interruptible():
             python = self._find_python()
-            done = SetupResult(python=python, before=self._installed(python), began_s=began_s)
+            before = Installed() if self._with_pip_alone else self._installed(python)
+            done = SetupResult(python=python, before=before, began_s=began_s)
         if task.setup is not None:
             done = self._script(task.setup, done)
         if task.requirements and not done.code:
             done = self._requirements(done)
-        if not done.code:
+        if not done.code and not self._with_pip_alone:
             try:
                 after = self._installed(done.python)
                 new = new_distributions(done.before, after)
@@ -233,6 +253,10 @@ class SetupRun:
     def _choose_installer(self, python: Interpreter, kind: FileKind, requirements: Sequence[str]) -> Installation:
         host = self._host
         files = [host.inside(path) for path in requirements]
+        pip = ("pip", "install", *(word for path in files for word in ("-r", path)))
+        with_pip = Installation((Command("pip", module_command(python.executable, *pip), {}),))
+        if kind == "requirements" and self._with_pip_alone:
+            return with_pip
         try:
             with interruptible():
                 way = choose(
@@ -251,8 +275,7 @@ class SetupRun:
                 say(f"{', '.join(files)}: {type(error).__name__}: {error}")
                 return Installation(())
             say(f"installing with pip, as the choice of an installer failed: {type(error).__name__}: {error}")
-            words = [word for path in files for word in ("-r", path)]
-            return Installation((Command("pip", module_command(python.executable, "pip", "install", *words), {}),))
+            return with_pip
         if not way.commands:
             say(way.why_not_uv)
         elif way.why_not_uv and way.why_not_uv != "there is no uv":
@@ -290,3 +313,26 @@ class SetupRun:
 
     def _installed(self, python: Interpreter | None) -> Installed:
         return installed(python.folders if python is not None else (), root=self._host.root)
+
+
+def run_setup(
+    options: Options, env: Mapping[str, str], session: Session, *, exports: bool = True
+) -> tuple[int, Mapping[str, str]]:
+    """Run the setup on this machine itself, with pip alone and without the node's cache, which may be unusable. Returns
+    its exit code, and the environment for the command.
+
+    `exports`: whether the command gets the script's exports. Signals must be blocked.
+    """
+    assert options.environment is not None  # noqa: S101 - for the type checker: there is a setup
+    own = tempfile.TemporaryDirectory(prefix="bootseer-", ignore_cleanup_errors=True)
+    with own as folder, session_stage(session, STAGE) as facts:
+        environment = structs.replace(options.environment, mode="bypass", cache=Path(folder))
+        task = Task(options.setup, options.requirements, environment, env, session=session)
+        try:
+            done = SetupRun(SetupHost(task, exports=exports)).run()
+        finally:
+            task.folder.remove()
+        if done.code:
+            facts["error"] = f"exit code {done.code}"
+            say_failed(done.what, done.code)
+    return done.code, apply_exports(done.exports, env)

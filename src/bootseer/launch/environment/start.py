@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from bootseer.errors import BootseerError, Interrupted
 from bootseer.launch.command import Options, run_command
-from bootseer.launch.environment.plain import run_after_setup
 from bootseer.launch.environment.task import Task
 from bootseer.launch.interrupt import interruptible
 from bootseer.launch.observers import COMMAND_ENDED, StartReport, reporting_errors
@@ -49,16 +48,18 @@ def run_in_environment(
     """
     environment = options.environment
     assert environment is not None  # noqa: S101 - for the type checker: `launch.run` looked
+    task, start_attrs = None, {"mode": "bypassed", "code": "bypass"}
     try:
-        task = Task(
-            options.setup,
-            options.requirements,
-            environment,
-            env,
-            own_env=own_env,
-            session=session,
-            show=options.show,
-        )
+        if environment.mode != "bypass":
+            task = Task(
+                options.setup,
+                options.requirements,
+                environment,
+                env,
+                own_env=own_env,
+                session=session,
+                show=options.show,
+            )
     except BootseerError as error:  # the cache is not usable
         from bootseer.env.life.decide import Action, Decision, fall_back
 
@@ -67,7 +68,14 @@ def run_in_environment(
         decision.check()
         say(f"the environment is set up without a snapshot: {reason}")
         start_attrs = {"mode": "installed", "code": decision.code, "reason": decision.reason, "until": "setup"}
-        return run_after_setup(command, options, env, session, start_attrs=start_attrs)
+    if task is None:
+        from bootseer.launch.environment.setup import run_setup
+
+        code, after = run_setup(options, env, session)
+        if code:
+            return code
+        session.tracer.emit(EVENT, INSTANT, attrs=start_attrs)
+        return run_command(command, options, dict(after), session)
     start = EnvironmentStart(task, command)
     code = 1
     try:
