@@ -12,9 +12,12 @@ import obstore
 import pytest
 from obstore.store import MemoryStore
 
+from bootseer.checkpoint.catalog import remove
+from bootseer.checkpoint.download import get_checkpoint
 from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.layout import Policy
 from bootseer.checkpoint.publish import PutSettings, put_checkpoint
+from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.verify import verify
 from bootseer.errors import NotEmptyError, NotFolderError, PermanentError, TransientError
 from bootseer.places import objects
@@ -77,6 +80,18 @@ def test_a_folder_that_another_tool_has_copied_into_itself_is_an_error(place: Ob
         obstore.copy(place._bucket.writer, f"jobs/{key}", f"jobs/job/backup/{key}")
     with pytest.raises(PermanentError, match="job/backup/job contains itself: remove the object"):
         content(place)
+
+
+def test_a_file_with_the_name_of_a_folder_is_reported_and_removed_with_it(place: ObjectPlace, tmp_path: Path) -> None:
+    for path in ("step-1/a", "step-1/a/b", "step-1/c"):
+        put_by_another_tool(place, path)
+    files, said = Files(place), "is a file and a folder; rename one of them"
+    (problem,) = verify(files, "step-1").problems
+    assert (problem.path, problem.what.startswith(said)) == ("step-1/a", True)
+    with closing(Reading(place, cache=None)) as reading, pytest.raises(PermanentError, match=f"step-1/a {said}"):
+        get_checkpoint(files, reading, "step-1", tmp_path / "got")
+    remove(files, "", "step-1")
+    assert content(place) == {}
 
 
 def test_an_address_that_names_a_file_is_not_an_empty_folder(place: ObjectPlace) -> None:

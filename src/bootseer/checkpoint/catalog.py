@@ -77,6 +77,17 @@ def walk(files: Files, path: str, *, folders: bool = False) -> Iterator[FileInfo
                 yield below
 
 
+def also_folders(infos: Iterable[FileInfo]) -> list[str]:
+    """Files that have the name of a folder, as tools can make them in a bucket. Of these, other programs see one."""
+    names: dict[bool, set[str]] = {True: set(), False: set()}
+    for info in infos:
+        names[info.is_folder].add(info.path)
+    return sorted(names[True] & names[False])
+
+
+TWOFOLD: Final = "is a file and a folder; rename one of them with the tool that made them"
+
+
 def missing_parts(files: Files, path: str) -> list[str]:
     """Paths of a checkpoint's parts that are missing or of the wrong length, by listings alone."""
 

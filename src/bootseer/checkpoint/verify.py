@@ -17,7 +17,7 @@ from itertools import islice
 from typing import Any
 
 from bootseer.blocks.codec import digest_of
-from bootseer.checkpoint.catalog import UNSAVED, unsaved, walk
+from bootseer.checkpoint.catalog import TWOFOLD, UNSAVED, also_folders, unsaved, walk
 from bootseer.checkpoint.files import FileInfo, Files
 from bootseer.checkpoint.head import Head, Part, Segment, part_path
 from bootseer.checkpoint.layout import CHUNK_BYTES
@@ -66,7 +66,8 @@ Map = Callable[..., Iterator[Any]]
 def verify(files: Files, path: str, *, progress: Callable[[int, int], None] | None = None) -> Verdict:
     """Read all files of a checkpoint, or one file. A save of PyTorch's DCP that did not end is a problem of its folder,
     without bytes. Raises only errors of listing it, such as `NotFoundError`."""
-    infos = sorted(walk(files, path), key=lambda info: info.path)
+    all_infos = list(walk(files, path, folders=True))
+    infos = sorted((info for info in all_infos if not info.is_folder), key=lambda info: info.path)
     size_bytes = sum(info.size_bytes for info in infos)
     count = Count(size_bytes, progress)
     problems: list[Problem] = []
@@ -93,6 +94,7 @@ def verify(files: Files, path: str, *, progress: Callable[[int, int], None] | No
     if not any(info.path == path for info in infos):  # a folder
         unfinished = unsaved(info.path for info in infos)
         problems += [Problem(folder, 0, 0, "", "", UNSAVED, repairable=False) for folder in unfinished]
+    problems += [Problem(name, 0, 0, "", "", TWOFOLD, repairable=False) for name in also_folders(all_infos)]
     problems.sort(key=lambda problem: (problem.path, problem.offset))
     return Verdict(len(infos), sum(info.is_striped for info in infos), size_bytes, problems)
 
