@@ -3,7 +3,7 @@
 An object is deleted when its tombstone is older than the grace period, no document and no younger tombstone names it,
 nothing else uses it (`also_used`: images and environments share a store), and nothing mounted on this node consists of
 it. Mounts of other nodes are unknown here: the grace period must exceed the time they take to fetch a whole artifact.
-If any document that may name an object cannot be read, nothing is deleted.
+If a document or tombstone that may name an object cannot be read, nothing is deleted.
 
 Another node may publish the same content while it is deleted here. Both sides check again: a publisher whether its
 objects exist, this one for new documents that need what it deleted; such a document is deleted, and the next start
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
+from dataclasses import field as dataclass_field
 from functools import partial
 from typing import Generic
 
@@ -21,11 +22,14 @@ from msgspec import Struct, field
 
 from bootseer.artifact.catalog import Catalog
 from bootseer.artifact.kind import D, Tombstone
-from bootseer.errors import BootseerError, NotFoundError
+from bootseer.errors import BootseerError, CorruptError, NotFoundError
+from bootseer.io.tasks import Tasks
 from bootseer.logs import logger
+from bootseer.store.store import Stored
 
 _log = logger(__name__)
 GRACE_S = 24 * 3600.0
+_AT_ONCE = 8
 
 
 class Pruned(Struct):
@@ -79,10 +83,8 @@ def prune(
     due = {one.name: one for one in tombstones if one.name not in mounted and now_s - one.removed_s > grace_s}
     done.num_in_use = len(mounted)
     done.num_waiting = len(tombstones) - len(due) - len(mounted)
-    if due and listing.unread:
-        done.problems.append(
-            f"nothing was deleted, because not all {catalog.kind.noun}s could be read: {listing.unread[0]}"
-        )
+    if due and (unread := [*listing.unread, *pruning.unread]):
+        done.problems.append(f"nothing was deleted, because not all {catalog.kind.noun}s could be read: {unread[0]}")
     elif due:
         try:
             others = set(also_used())
@@ -102,6 +104,8 @@ class _Pruning(Generic[D]):
     catalog: Catalog[D]
     now_s: float
     done: Pruned
+    unread: list[str] = dataclass_field(default_factory=list)
+    """Tombstones that could not be read, and perhaps name objects that are still used."""
 
     def expire(self, key: str, expired: Callable[[D], bool]) -> None:
         document = self.catalog.find(key)  # it may have been replaced since it was listed
@@ -148,17 +152,22 @@ class _Pruning(Generic[D]):
             self.catalog.store.delete(stored.name)
 
     def tombstones(self) -> list[Tombstone]:
-        found = []
-        for stored in self.catalog.store.list(self.catalog.kind.trash):
+        def read(stored: Stored) -> Tombstone | None:
             try:
                 tombstone = self.catalog.read_tombstone(stored.name)
                 if tombstone.removed_s > self.now_s + GRACE_S:
                     # Written with a wrong clock: restart the grace period, or it would stay for years.
                     tombstone = replace(tombstone, removed_s=self.now_s)
                     self.catalog.write_tombstone(tombstone)
-                found.append(tombstone)
+                return tombstone
             except NotFoundError:
-                continue  # another node prunes too
+                return None  # another node prunes too
             except BootseerError as error:
                 self.done.problems.append(f"{stored.name}: {error}")
-        return found
+                if not isinstance(error, CorruptError):
+                    self.unread.append(stored.name)
+                return None
+
+        listed = list(self.catalog.store.list(self.catalog.kind.trash))
+        with Tasks("bootseer-tombstones", min(_AT_ONCE, len(listed)) or 1) as threads:
+            return [one for one in threads.map(read, listed) if one is not None]

@@ -129,6 +129,23 @@ def test_nothing_goes_while_it_is_not_known_what_is_used(catalog: Catalog, store
     assert len(trash(store)) == 1
 
 
+def test_nothing_goes_while_a_tombstone_that_may_share_it_cannot_be_read(catalog: Catalog, store: Store) -> None:
+    published(catalog)
+    catalog.remove(KEY, BUILT_S)
+    (due,) = trash(store)
+    published(catalog, OTHER_KEY)
+    catalog.remove(OTHER_KEY, BUILT_S + GRACE_S)  # a job on another node may still have it mounted
+    (young,) = set(trash(store)) - {due}
+
+    def fails(request: Request) -> Fault | None:
+        return DOWN if (request.verb, request.name) == ("read", young) else None
+
+    done = prune(Catalog(FaultyStore(store, fails)), LATER_S)
+    assert (len(done.deleted), len(done.problems)) == (0, 2)
+    assert "nothing was deleted" in done.problems[1]
+    assert is_complete(catalog)
+
+
 def test_a_document_that_is_none_holds_up_nothing(catalog: Catalog, store: Store) -> None:
     published(catalog)
     catalog.remove(KEY, BUILT_S)
