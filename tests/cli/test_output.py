@@ -20,7 +20,7 @@ import pytest
 from rich.text import Text
 
 from bootseer.cli import main, output
-from bootseer.cli.output import Progress, shown, terminal, write_file
+from bootseer.cli.output import Output, Progress, shown, table, terminal, write_file
 from bootseer.errors import PermanentError
 from bootseer.launch import supervise
 
@@ -68,6 +68,17 @@ def test_a_log_gets_one_line_once_it_takes_long() -> None:
             heard(0, 0)
             heard(0, 0)
     assert log.getvalue() == "bootseer: still fetching x 1 of 4 blocks\nbootseer: still waiting for y for 0 s\n"
+
+
+def test_a_narrow_terminal_breaks_rows_and_not_cells(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = pty.openpty()
+    fcntl.ioctl(there, termios.TIOCSWINSZ, struct.pack("HHHH", 10, 12, 0, 0))
+    rows = table("name", "size", "kind")
+    rows.add_row("step-1000", "2.9 MiB", "ordinary")
+    with os.fdopen(here, "rb", buffering=0) as reader, os.fdopen(there, "w") as file:
+        monkeypatch.setattr(sys, "stdout", file)
+        Output("", as_json=False)({}, rows)
+        assert b"step-1000  2.9 MiB  ordinary" in reader.read(1000)
 
 
 def test_short_work_shows_no_progress() -> None:

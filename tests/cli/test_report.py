@@ -461,3 +461,23 @@ def test_the_address_of_a_service_is_not_a_folder(run, words):
         "bootseer: http://starts.example:8765 is not a folder\n"
         "hint: the address of a service: --service http://starts.example:8765\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "both"),
+    [
+        (["fleet", "--service", "http://s", "."], "--service and FOLDER"),
+        (["history", "moe", "--service", "http://s", "."], "--service and FOLDER"),
+        (["watch", "moe", "--service", "http://s", "."], "--service and FOLDER"),
+        (["image", "convert", "--watch", "--once", "--interval", "1m", "h:1/a", "s"], "--once polls once"),
+        (["ckpt", "mount", "--read-only", "--spool", ".", "p", "m"], "--spool has no effect with --read-only"),
+    ],
+)
+def test_options_that_exclude_each_other_are_refused(run, words, both):
+    result = run(*words)
+    assert (result.returncode, both in result.stderr) == (2, True), result.stderr
+
+
+def test_folders_win_over_a_service_in_the_environment(run, tmp_path):
+    result = run("fleet", "--json", str(tmp_path), more={"BOOTSEER_SERVICE": "http://127.0.0.1:1"})
+    assert "127.0.0.1" not in result.stderr

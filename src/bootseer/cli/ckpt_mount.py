@@ -21,6 +21,7 @@ from bootseer.cli.ckpt_place import tell_fallback
 from bootseer.cli.options import parse_size
 from bootseer.cli.output import Output, Progress, styled
 from bootseer.cli.verb_parts import json_option
+from bootseer.errors import UsageError
 from bootseer.launch.interrupt import interruptible
 from bootseer.launch.supervise import say
 from bootseer.units import format_bytes
@@ -49,6 +50,8 @@ def mount_command(
     bootseer ckpt mount hdfs://namenode:9000/jobs/llm /mnt/ckpt
     bootseer ckpt umount /mnt/ckpt
     """
+    if values["read_only"] and spool is not None:
+        raise UsageError("--spool has no effect with --read-only", hint="give one of them")
     with interruptible(), Progress(f"waiting for {uri}", line=not output.as_json) as progress:
         request = MountRequest(
             uri,

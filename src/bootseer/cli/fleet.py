@@ -161,7 +161,7 @@ def watch_command(job: str, logs: tuple[str, ...], service: str | None, wait: bo
         if not as_json:
             from bootseer.report.render.terminal import following
 
-            redraw = stack.enter_context(following(stack.enter_context(terminal())))
+            redraw = stack.enter_context(following(stack.enter_context(terminal(least=0))))
         _shown_until_over(job, service, wait, redraw)
     for row in () if as_json else _from_service("history", {"job": job}, service)["starts"][:1]:
         ended = (row["outcome"] or "over").replace("_", " ")
@@ -211,7 +211,10 @@ def _moment(row: dict[str, Any]) -> Moment:
 
 
 def _check_folders(places: tuple[str, ...]) -> None:
-    """Raise `UsageError` if the address of a service was given as a folder."""
+    """Raise `UsageError` if the address of a service was given as a folder, or beside one."""
+    source = click.get_current_context().get_parameter_source("service")
+    if places and source is click.core.ParameterSource.COMMANDLINE:
+        raise UsageError("--service and FOLDER exclude each other", hint="give one of them")
     for place in places:
         if place.startswith(("http://", "https://")):
             raise UsageError(f"{place} is not a folder", hint=f"the address of a service: --service {place}")

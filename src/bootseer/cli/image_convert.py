@@ -99,6 +99,8 @@ def convert_command(
         raise UsageError(f"{source}: no store given", hint="bootseer image convert SRC DST")
     if not watch and (interval or once or tags or state):
         raise UsageError("--interval, --once, --tag and --state need --watch", hint="give --watch too")
+    if once and interval:
+        raise UsageError("--once polls once, without --interval", hint="give one of them")
     limits, signed = LayerLimits(**parse_layer_limits(layer_limits)), signatures({}, keys)
     options = ConvertOptions(parse_size(block_size, "--block-size"), limits=limits, signatures=signed)
     settings = _Settings(reference, uri, Platform.parse(platform) if platform else None, jobs, options, plain_http)

@@ -116,7 +116,7 @@ def watched(follow: bool, as_json: bool, color: str) -> Iterator[Callable[[Momen
     else:
         from bootseer.report.render.terminal import following
 
-        with terminal(color) as console, following(console) as show:
+        with terminal(color, least=0) as console, following(console) as show:
             yield lambda moment: show(moment.text(), moment.timeless())
 
 
