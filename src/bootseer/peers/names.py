@@ -38,7 +38,7 @@ _REVERSE: Final = ".peer"
 
 
 class HostsFile:
-    """The file, for the service. `add` belongs to one thread."""
+    """The file, for the service. Two threads in `add` may both append a line, which has no other effect."""
 
     def __init__(self, folder: Path, system: Path = SYSTEM) -> None:
         """Start with the machine's own entries. Raises `OSError`."""
