@@ -47,7 +47,7 @@ from bootseer.places.place import (
     Entry,
     OpenFile,
     PartWriter,
-    SmallReads,
+    Place,
     is_utf8,
     join,
     make_folder_like_parent,
@@ -65,7 +65,7 @@ def version_of(status: os.stat_result) -> str:
     return f"{status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_size:x}"
 
 
-class FolderPlace(SmallReads):
+class FolderPlace(Place):
     """A `Place` in an existing folder. Symbolic links in the root's own path are followed."""
 
     is_local = True

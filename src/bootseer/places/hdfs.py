@@ -29,7 +29,7 @@ from bootseer.places.place import (
     Entry,
     OpenFile,
     PartWriter,
-    SmallReads,
+    Place,
     is_utf8,
     join,
     names_of,
@@ -41,7 +41,7 @@ _CHECKSUM_BYTES = 512
 """Block sizes must be multiples of the bytes that one HDFS checksum covers."""
 
 
-class HdfsPlace(SmallReads):
+class HdfsPlace(Place):
     """A `Place` in the folder `root`, "/a/b" or "", of a file system."""
 
     def __init__(self, client: HdfsClient, root: str) -> None:

@@ -42,7 +42,7 @@ from bootseer.io.retry import pause_s
 from bootseer.io.tasks import Tasks
 from bootseer.places.bucket import MAX_COPY_BYTES, NOT_IN_KEYS, WRITE_S, Bucket, link_text, status_of, time_ns
 from bootseer.places.object_data import FILE_MODE, FOLDER_MODE, ObjectFile, ObjectReads, entry_of, folder_entry
-from bootseer.places.place import TEMPORARY_PREFIX, Entry, SmallReads, folder_of, join, name_of, names_of
+from bootseer.places.place import TEMPORARY_PREFIX, Entry, Place, folder_of, join, name_of, names_of
 from bootseer.places.uploads import ObjectPart
 
 _LINKS = f"{TEMPORARY_PREFIX}links"
@@ -78,7 +78,7 @@ class _Folder:
     """The prefixes of the folders down to it, including its own."""
 
 
-class ObjectPlace(SmallReads):
+class ObjectPlace(Place):
     """A `Place` in a bucket."""
 
     shows_unfinished = False

@@ -151,20 +151,22 @@ class PartWriter(Protocol):
 
 
 class Place(Protocol):
-    """A file system that stores checkpoints."""
+    """A file system that stores checkpoints. Implementations derive from this, which has what most have in common."""
 
     uri: str
     """Address of the root, without credentials; `open_place` accepts it."""
-    is_local: bool
+    is_local: bool = False
     """Whether reads are calls to the local kernel: then many concurrent requests gain nothing."""
-    shows_unfinished: bool
+    shows_unfinished: bool = True
     """Whether a `PartWriter`'s file is visible before it is closed: then it is written under a hidden name."""
-    queue_bytes: int
+    queue_bytes: int = 0
     """How much of a large read is worth passing on at once, since the place joins what waits into larger requests; 0
     where it joins nothing."""
+    _clock: tuple[float, float] | None = None
 
     def uri_of(self, path: str) -> str:
         """The address of a path, for messages."""
+        return f"{self.uri}/{path}" if path else self.uri
 
     def name_problem(self, name: str) -> str:
         """Why this name is invalid here, "" if it is valid. Needs no request: known before hours of writing."""
@@ -180,12 +182,25 @@ class Place(Protocol):
 
     def delay_s(self, nodes: Sequence[str], length: int) -> float:
         """As `OpenFile.delay_s`, for data known to lie on these nodes."""
+        return 0.0
 
     def read_bytes(self, path: str, limit: int) -> bytes:
         """All of a small file. Raises `PermanentError` if that is more than `limit` bytes."""
+        data = self.read_first(path, limit + 1)
+        if len(data) > limit:
+            raise PermanentError(f"{self.uri}/{path} has more than the {limit} bytes allowed")
+        return data
 
     def read_first(self, path: str, length: int) -> bytes:
-        """The first `length` bytes, or all of a shorter file."""
+        """The first `length` bytes, or all of a shorter file. Starts over when the file is replaced after it was
+        opened."""
+        for _ in range(_MAX_REOPENS):
+            with closing(self.open(path)) as file, suppress(ChangedError):
+                return self._read(file, path, min(length, file.size_bytes))
+        raise ChangedError(f"{self.uri}/{path} is being replaced all the time")
+
+    def _read(self, file: OpenFile, path: str, length: int) -> bytes:
+        return bytes(read_blocking(file, 0, length, f"{self.uri}/{path}")) if length > 0 else b""
 
     def write_bytes(self, path: str, data: bytes, *, mode: int = 0o644) -> Entry:
         """Write a small file atomically and durably, replacing an existing one. The folder must exist. Returns its new
@@ -216,6 +231,7 @@ class Place(Protocol):
 
     def max_rename_bytes(self, *, replace: bool) -> int | None:
         """The largest file that `rename` accepts; None: any."""
+        return None
 
     def delete(self, path: str, *, recursive: bool = False, is_file: bool = False) -> None:
         """Remove. Raises `NotFoundError`, and `PermanentError` for a folder that is not empty. `is_file`: known to be a
@@ -245,46 +261,6 @@ class Place(Protocol):
 
     def close(self) -> None:
         """Release connections. The place must not be used afterwards."""
-
-
-class SmallReads:
-    """Mixin of a place: reading small files, and what most places have in common."""
-
-    uri: str
-    is_local = False
-    shows_unfinished = True
-    queue_bytes = 0
-    _clock: tuple[float, float] | None = None
-
-    def uri_of(self, path: str) -> str:
-        return f"{self.uri}/{path}" if path else self.uri
-
-    def max_rename_bytes(self, *, replace: bool) -> int | None:
-        return None
-
-    def open(self, path: str, *, deadline_s: float = 60.0) -> OpenFile:
-        raise NotImplementedError
-
-    def delay_s(self, nodes: Sequence[str], length: int) -> float:
-        return 0.0
-
-    def read_bytes(self, path: str, limit: int) -> bytes:
-        data = self.read_first(path, limit + 1)
-        if len(data) > limit:
-            raise PermanentError(f"{self.uri}/{path} has more than the {limit} bytes allowed")
-        return data
-
-    def read_first(self, path: str, length: int) -> bytes:
-        """See `Place.read_first`. Starts over when the file is replaced after it was opened."""
-        for _ in range(_MAX_REOPENS):
-            with closing(self.open(path)) as file, suppress(ChangedError):
-                return self._read(file, path, min(length, file.size_bytes))
-        raise ChangedError(f"{self.uri}/{path} is being replaced all the time")
-
-    def _read(self, file: OpenFile, path: str, length: int) -> bytes:
-        if length <= 0:
-            return b""
-        return bytes(read_blocking(file, 0, length, f"{self.uri}/{path}"))
 
     def _servers_clock_s(self, measure: Callable[[], float]) -> float:
         """What `measure` says, which needs requests and is trusted for a while, and the time since."""
