@@ -58,19 +58,6 @@ def test_urgent_pieces_are_first() -> None:
     assert played.must_take("a:1").pieces[0].ticket is prefetched
 
 
-def test_a_run_without_urgent_pieces_yields_at_its_next_piece() -> None:
-    played = Played(("a:1",), options=ReadSettings(piece_bytes=PIECE, max_run_bytes=400, connections_per_node=1))
-    played.read(0, 1000, urgent=False)
-    run = played.must_take("a:1")
-    assert len(run.pieces) == 3
-    played.claim(run, 100)
-    urgent = played.read(900, 50)
-    played.receive(run)
-    assert not played.claim(run, 100)
-    played.finish(run)
-    assert played.must_take("a:1").pieces[0].ticket is urgent
-
-
 @pytest.mark.parametrize("error", [DataNodeError("broke"), RefusedError("no block", token=False), WrongBytesError("x")])
 def test_a_piece_that_one_node_cannot_serve_is_read_from_another(error: DataNodeError) -> None:
     played = Played(("a:1", "b:1"))

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from bootseer.hdfs.block_locations import Node
-from bootseer.hdfs.requests import NodeQueue, Piece, ReadSettings, Run, State
+from bootseer.hdfs.requests import NodeQueue, Piece, ReadSettings, State
 
 _MIN_SAMPLE_BYTES: Final = 256 << 10
 """Smaller requests measure latency rather than the rate."""
@@ -237,16 +237,6 @@ class NodeQueues:
     def is_full(self, queue: NodeQueue) -> bool:
         """Whether the DataNode has its maximum of threads: one if excluded, so that hung nodes cannot block all."""
         return len(queue.runs) >= (1 if self._choice.is_open(queue.name) else self._settings.connections_per_node)
-
-    def should_yield(self, run: Run) -> bool:
-        """Whether a run without urgent pieces should end early, to make room for an urgent piece."""
-        return (
-            run.index > 0
-            and run.filled == 0
-            and self.is_full(run.queue)
-            and run.queue.has_urgent()
-            and not any(piece.ticket.urgent for piece in run.live())
-        )
 
     def backlog_bytes(self, node: str) -> int:
         """Bytes that a DataNode has to send before it could begin another request."""

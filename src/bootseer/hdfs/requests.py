@@ -341,11 +341,6 @@ class NodeQueue:
         self.bytes += length
         self.seconds += seconds
 
-    def has_urgent(self) -> bool:
-        while self._urgent and not self._is_queued(self._urgent[0]):
-            self._urgent.popleft()
-        return bool(self._urgent)
-
     def add(self, piece: Piece, *, first: bool = False) -> None:
         """Queue a piece; `first`: before all others."""
         if not piece.queues:
@@ -405,7 +400,7 @@ class NodeQueue:
         if piece is None:
             return []
         found, num_bytes = [piece], piece.length
-        only_urgent = self.has_urgent()
+        only_urgent = any(map(self._is_queued, self._urgent))
         while num_bytes < most_bytes and len(found) < _MAX_PIECES:
             end = piece.offset + piece.length
             following = self._by_start.get((piece.block.id, end, piece.check))

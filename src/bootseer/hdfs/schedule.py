@@ -162,7 +162,7 @@ class Schedule:
     def claim(self, run: Run, length: int) -> list[memoryview] | None:
         """Memory for the next `length` bytes of a run, to which the caller may write until it calls `received` or
         `finished`. None if the run is to end here."""
-        if run.stopped or self.queues.should_yield(run):
+        if run.stopped:
             return None
         run.claimed = length
         views: list[memoryview] = []
