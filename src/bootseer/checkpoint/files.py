@@ -52,6 +52,10 @@ GONE = ".gone"
 _AT_ONCE = 16
 """Concurrent small requests: enough to hide the round trips of 10,000 files."""
 _MAX_PEEKED = 1 << 17
+_POLICY_S = 5.0
+"""How long a policy is cached, and another machine's change may go unnoticed."""
+PolicyAndFolder = tuple[Policy, str | None]
+"""A policy, and the address of the folder that sets it; None for the default."""
 
 
 class OtherFolderError(PermanentError):
@@ -93,7 +97,8 @@ class Files:
         self._lock = threading.Lock()
         self._peeked: OrderedDict[tuple[str, str], tuple[int | None, str | None]] = OrderedDict()
         """Sizes and ids from heads, by path and version; None for files that only have a head's length."""
-        self._policies = FolderPolicies(place)
+        self._policies: dict[str, tuple[float, PolicyAndFolder]] = {}
+        """By folder, with the time of reading. `set_policy` replaces it, because other threads use it."""
 
     def stat(self, path: str) -> FileInfo:
         self._check_visible(path)
@@ -214,20 +219,27 @@ class Files:
         """The policy for new files in a folder."""
         return self.policy_and_folder(path)[0]
 
-    def policy_and_folder(self, path: str) -> tuple[Policy, str | None]:
-        """The policy for new files in a folder, and the address of the folder that sets it; None for the default.
+    def policy_and_folder(self, path: str) -> PolicyAndFolder:
+        """The policy for new files in a folder, and the folder that sets it. Raises `PermanentError` if one cannot be
+        read.
 
         Folders above the root of the place count too: a policy does not depend on what was mounted.
         """
         self._check_visible(path)
-        return self._policies.find(path)
+        return self._policy(path, time.monotonic())[1]
 
     def set_policy(self, path: str, policy: Policy | None) -> None:
         """Set the policy for new files in a folder and below; None removes the folder's own policy."""
         self._check_visible(path)
         if not self.place.stat(path).is_folder:
             raise NotFolderError(f"{self.place.uri_of(path)} is not a folder")
-        self._policies.set(path, policy)
+        if policy is None:
+            with contextlib.suppress(NotFoundError):
+                self.place.delete(_policy_path(path))
+        else:
+            make_folder_like_parent(self.place, join(path, STRIPES))
+            self.place.write_bytes(_policy_path(path), encode_policy(policy))
+        self._policies = {}
 
     def drop_parts(self, path: str, head_id: str | None) -> None:
         """Remove the parts of a striped file that was removed or replaced, if they exist. They stay while another head
@@ -344,6 +356,39 @@ class Files:
         change(path)
         return head
 
+    def _policy(self, folder: str, now_s: float) -> tuple[float, PolicyAndFolder]:
+        cache = self._policies
+        found = cache.get(folder)
+        if found is None or now_s - found[0] >= _POLICY_S:
+            own = self._own_policy(folder)
+            if own is not None:
+                found = now_s, (own, self.place.uri_of(folder))
+            elif folder:
+                found = self._policy(folder_of(folder), now_s)
+            else:
+                found = now_s, self._policy_above()
+            cache[folder] = found
+        return found
+
+    def _own_policy(self, folder: str) -> Policy | None:
+        try:
+            return parse_policy(self.place.read_bytes(_policy_path(folder), MAX_POLICY_BYTES))
+        except (NotFoundError, AccessError):
+            return None
+        except PermanentError as error:
+            raise type(error)(
+                f"{self.place.uri_of(_policy_path(folder))}: {error}; "
+                f"`bootseer ckpt policy {self.place.uri_of(folder)} --inherit` removes it"
+            ) from error
+
+    def _policy_above(self) -> PolicyAndFolder:
+        scheme, _, rest = self.place.uri.partition("://")
+        authority, _, root = rest.partition("/")
+        if not root:
+            return Policy(), None
+        with contextlib.closing(open_place(f"{scheme}://{authority}/")) as top:
+            return Files(top).policy_and_folder(folder_of(root))
+
 
 def check_visible(path: str) -> None:
     """Raise `NotFoundError` for a hidden path."""
@@ -357,68 +402,5 @@ def check_name(path: str) -> None:
         raise PermanentError(f"{path}: names that begin with .stripes or .attempts are BootSeer's own; choose another")
 
 
-_CACHE_S = 5.0
-"""How long a policy is cached, and another machine's change may go unnoticed."""
-
-PolicyAndFolder = tuple[Policy, str | None]
-"""A policy, and the address of the folder that sets it; None for the default."""
-
-
-class FolderPolicies:
-    """The policies of a place and of the folders above it. Safe to use from many threads."""
-
-    def __init__(self, place: Place) -> None:
-        self._place = place
-        self._found: dict[str, tuple[float, PolicyAndFolder]] = {}
-        """By folder, with the time of reading. `set` replaces it, because other threads use it."""
-
-    def find(self, folder: str) -> PolicyAndFolder:
-        """The policy for new files in a folder. Raises `PermanentError` if one cannot be read."""
-        return self._find(folder, time.monotonic())[1]
-
-    def set(self, folder: str, policy: Policy | None) -> None:
-        """Set the folder's own policy, or remove it."""
-        if policy is None:
-            with contextlib.suppress(NotFoundError):
-                self._place.delete(_path(folder))
-        else:
-            make_folder_like_parent(self._place, join(folder, STRIPES))
-            self._place.write_bytes(_path(folder), encode_policy(policy))
-        self._found = {}
-
-    def _find(self, folder: str, now_s: float) -> tuple[float, PolicyAndFolder]:
-        cache = self._found
-        found = cache.get(folder)
-        if found is None or now_s - found[0] >= _CACHE_S:
-            own = self._own_policy(folder)
-            if own is not None:
-                found = now_s, (own, self._place.uri_of(folder))
-            elif folder:
-                found = self._find(folder_of(folder), now_s)
-            else:
-                found = now_s, self._find_above()
-            cache[folder] = found
-        return found
-
-    def _own_policy(self, folder: str) -> Policy | None:
-        try:
-            return parse_policy(self._place.read_bytes(_path(folder), MAX_POLICY_BYTES))
-        except (NotFoundError, AccessError):
-            return None
-        except PermanentError as error:
-            raise type(error)(
-                f"{self._place.uri_of(_path(folder))}: {error}; "
-                f"`bootseer ckpt policy {self._place.uri_of(folder)} --inherit` removes it"
-            ) from error
-
-    def _find_above(self) -> PolicyAndFolder:
-        scheme, _, rest = self._place.uri.partition("://")
-        authority, _, root = rest.partition("/")
-        if not root:
-            return Policy(), None
-        with contextlib.closing(open_place(f"{scheme}://{authority}/")) as top:
-            return FolderPolicies(top).find(folder_of(root))
-
-
-def _path(folder: str) -> str:
+def _policy_path(folder: str) -> str:
     return join(folder, f"{STRIPES}/policy.json")
