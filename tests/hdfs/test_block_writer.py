@@ -21,7 +21,7 @@ from bootseer.hdfs.block_locations import Block, Node
 from bootseer.hdfs.block_writer import PACKET_BYTES, BlockWriter, PipelineError
 from bootseer.hdfs.checksums import CRC32, CRC32C
 from bootseer.hdfs.client import HdfsClient
-from bootseer.hdfs.lease import Lease, NewBlock, WriteDefaults, ask_defaults
+from bootseer.hdfs.lease import ExcludedDataNodes, FileSettings, Lease, NewBlock, WriteDefaults, ask_defaults
 from bootseer.hdfs.namenode import NameNode
 from bootseer.hdfs.protobuf import delimited, field
 from hdfs.whole_files import read_all
@@ -41,7 +41,8 @@ class TestOnACluster:
         with closing(NameNode(client.cluster)) as namenode:
             defaults = replace(ask_defaults(namenode), checksum_kind=kind, chunk_bytes=chunk_bytes)
             path = f"{folder}/a"
-            lease = Lease(namenode, path, block_size=8 << 20, replication=2, mode=0o644)
+            settings = FileSettings(8 << 20, 2, 0o644, True, defaults, ExcludedDataNodes(), 60.0)
+            lease = Lease(namenode, path, settings)
             new = lease.add_block([])
             writer = BlockWriter(new, defaults, lease.holder, by_hostname=False, setup_s=60, stall_s=60)
             writer.write(memoryview(bytearray(DATA[: 2 * PACKET_BYTES - 7])))

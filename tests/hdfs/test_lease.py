@@ -18,7 +18,7 @@ from bootseer.errors import NoSpaceError, NoSpaceNowError
 from bootseer.hdfs.addresses import Cluster
 from bootseer.hdfs.client import HdfsClient
 from bootseer.hdfs.errors import AlreadyExistsError
-from bootseer.hdfs.lease import Lease, NoNodesError, ask_defaults
+from bootseer.hdfs.lease import ExcludedDataNodes, FileSettings, Lease, NoNodesError, ask_defaults
 from bootseer.hdfs.namenode import NameNode
 from bootseer.hdfs.protobuf import Message, field
 from bootseer.hdfs.rpc import RemoteError
@@ -34,7 +34,8 @@ def namenode(cluster: HdfsCluster) -> Iterator[NameNode]:
 
 
 def begin(namenode: NameNode, path: str, *, mode: int = 0o640) -> Lease:
-    return Lease(namenode, path, block_size=4 << 20, replication=1, mode=mode)
+    defaults = ask_defaults(namenode)
+    return Lease(namenode, path, FileSettings(4 << 20, 1, mode, True, defaults, ExcludedDataNodes(), 60.0))
 
 
 def test_the_clusters_defaults_are_read(namenode: NameNode) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import TypedDict
 
 from bootseer.errors import UsageError
 
@@ -36,6 +37,19 @@ class ClientSettings:
     """After this hdfs-native takes a silent DataNode for hung. Busy disks answer within 1 or 2 s."""
     conf_dir: str | None = None
     """Folder of Hadoop's configuration. None: `$HADOOP_CONF_DIR`, or else `$HADOOP_HOME/etc/hadoop`."""
+
+
+class FileOptions(TypedDict, total=False):
+    """Options of a new file."""
+
+    mode: int
+    """Default: 0o644."""
+    block_size: int | None
+    """Bytes. None: the cluster's."""
+    replication: int | None
+    """None: the cluster's."""
+    parents: bool
+    """Create a missing folder (the default)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 The first DataNode forwards the packets to the second, and so on; all of them acknowledge each packet. There is no
 pipeline recovery: when a node fails, the block fails, and the caller starts it on other nodes (`placement`). The
-NameNode takes minutes to notice a hung or dead node; `ExcludedNodes` keeps writers off it meanwhile.
+NameNode takes minutes to notice a hung or dead node; `ExcludedDataNodes` keeps writers off it meanwhile.
 
 A node that neither accepts nor acknowledges anything for `stall_s` has failed. Used by one thread at a time.
 """
@@ -14,7 +14,7 @@ import socket
 import struct
 import time
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Final
 
 import google_crc32c
@@ -26,7 +26,6 @@ from bootseer.hdfs.errors import DataNodeError, LostConnectionError, SilentError
 from bootseer.hdfs.lease import NewBlock, WriteDefaults, identity
 from bootseer.hdfs.protection import Protection
 from bootseer.hdfs.protobuf import MalformedError, Message, delimited, field, read_delimited
-from bootseer.io.retry import ExcludedNodes
 from bootseer.logs import logger
 
 _LOG = logger(__name__)
@@ -252,26 +251,3 @@ def _request(new: NewBlock, defaults: WriteDefaults, holder: str) -> bytes:
         request += field(16, new.storage_ids[0])
         request += b"".join(field(17, storage) for storage in new.storage_ids[1:])
     return request
-
-
-_BAD_S = 60.0
-_MAX_KNOWN = 10_000
-
-
-class ExcludedDataNodes(ExcludedNodes):
-    """DataNodes that recently failed to take a block. Safe to use from many threads."""
-
-    def __init__(self) -> None:
-        super().__init__(_BAD_S)
-        self._ids: dict[str, bytes] = {}
-
-    def remember(self, new: NewBlock) -> None:
-        """Remember the NameNode's ids of the block's nodes."""
-        if len(self._ids) > _MAX_KNOWN:
-            self._ids = {}
-        self._ids.update(zip((node.host_port for node in new.block.nodes), new.node_ids, strict=True))
-
-    def ids_of(self, names: Iterable[str]) -> list[bytes]:
-        """The NameNode's ids of these nodes. Nodes that it has never named cannot be excluded."""
-        ids = self._ids
-        return [ids[name] for name in names if name in ids]

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from typing import Unpack
 
 from bootseer.errors import UsageError
-from bootseer.hdfs.addresses import ClientSettings, Cluster
+from bootseer.hdfs.addresses import ClientSettings, Cluster, FileOptions
 from bootseer.hdfs.block_locations import FileStatus
-from bootseer.hdfs.block_writer import ExcludedDataNodes
 from bootseer.hdfs.errors import UnsupportedError
-from bootseer.hdfs.lease import WriteDefaults, ask_defaults
+from bootseer.hdfs.lease import ExcludedDataNodes, FileSettings, WriteDefaults, ask_defaults
 from bootseer.hdfs.namenode import NameNode, Names
 from bootseer.hdfs.native import Native, NativeReads, NativeWriter
-from bootseer.hdfs.placement import BlockFileWriter, FileSettings, PlacementGroup
+from bootseer.hdfs.placement import BlockFileWriter, PlacementGroup
 from bootseer.hdfs.reads import HdfsReads
 from bootseer.logs import logger
 
@@ -52,21 +52,10 @@ class HdfsClient(Names):
         self.fallback = ""
         """Why hdfs-native was used for writing, "" if it was not; reads report theirs in their statistics."""
 
-    def put(
-        self,
-        path: str,
-        data: bytes,
-        *,
-        mode: int = 0o644,
-        block_size: int | None = None,
-        replication: int | None = None,
-        parents: bool = True,
-    ) -> FileStatus:
-        """Write a small file durably. It is visible while it grows: rename it where that matters.
-
-        With `parents`, creates a missing folder. Raises `AlreadyExistsError`. Removes what an error has left.
-        """
-        writer = self.create(path, mode=mode, block_size=block_size, replication=replication, parents=parents)
+    def put(self, path: str, data: bytes, **options: Unpack[FileOptions]) -> FileStatus:
+        """Write a small file durably. It is visible while it grows: rename it where that matters. Raises
+        `AlreadyExistsError`. Removes what an error has left."""
+        writer = self.create(path, **options)
         try:
             if data:
                 writer.write(data)
@@ -75,30 +64,17 @@ class HdfsClient(Names):
             writer.abort()
         return writer.status or self.stat(path)
 
-    def create(
-        self,
-        path: str,
-        *,
-        mode: int = 0o644,
-        block_size: int | None = None,
-        replication: int | None = None,
-        parents: bool = True,
-    ) -> BlockFileWriter | NativeWriter:
-        """Create a file of any length, and with `parents` its folder. Raises `AlreadyExistsError`.
-
-        `block_size` in bytes and `replication` default to the cluster's.
-        """
+    def create(self, path: str, **options: Unpack[FileOptions]) -> BlockFileWriter | NativeWriter:
+        """Create a file of any length. Raises `AlreadyExistsError`."""
         try:
-            settings = self._file_settings(block_size, replication, mode, parents=parents)
-            return BlockFileWriter(self._namenode, path, settings)
+            return BlockFileWriter(self._namenode, path, self._file_settings(options))
         except UnsupportedError as error:
             if str(error) != self.fallback:
                 _LOG.info("%s%s is written through hdfs-native: %s", self.uri, path, error)
             self.fallback = str(error)
-            block_bytes = max(block_size or _NATIVE_BLOCK_BYTES, self._namenode.least_block_bytes)
-            return NativeWriter(
-                self._native, path, mode=mode, block_size=block_bytes, replication=replication, parents=parents
-            )
+            block_size = options.get("block_size") or _NATIVE_BLOCK_BYTES
+            options["block_size"] = max(block_size, self._namenode.least_block_bytes)
+            return NativeWriter(self._native, path, **options)
 
     def create_placed(
         self,
@@ -116,18 +92,16 @@ class HdfsClient(Names):
         `avoid`: nodes to use only if there are no others; so are those that failed recently. `last_resort`: nodes to
         use only before two files would share one, in this order.
         """
-
+        options: FileOptions = {"mode": mode, "replication": replication}
         if block_size <= _MAX_BLOCK_BYTES:
-            size = -(-block_size // _MIB) * _MIB
+            options["block_size"] = -(-block_size // _MIB) * _MIB
             with contextlib.suppress(UnsupportedError):
-                settings = self._file_settings(size, replication, mode, parents=True)
+                settings = self._file_settings(options)
                 return PlacementGroup(self._namenode, paths, settings, avoid=avoid, last_resort=last_resort).writers
-        else:
-            size = None
         with contextlib.ExitStack() as begun:
             writers = []
             for path in paths:
-                writer = self.create(path, mode=mode, block_size=size, replication=replication)
+                writer = self.create(path, **options)
                 begun.callback(writer.abort)
                 writers.append(writer)
             begun.pop_all()
@@ -153,16 +127,13 @@ class HdfsClient(Names):
         self._namenode.close()
         self._native.close()
 
-    def _file_settings(
-        self, block_size: int | None, replication: int | None, mode: int, *, parents: bool
-    ) -> FileSettings:
-        """None stands for the cluster's default."""
+    def _file_settings(self, options: FileOptions) -> FileSettings:
         defaults = self._write_defaults()
         return FileSettings(
-            block_size or defaults.block_size,
-            replication or defaults.replication,
-            mode,
-            parents,
+            options.get("block_size") or defaults.block_size,
+            options.get("replication") or defaults.replication,
+            options.get("mode", 0o644),
+            options.get("parents", True),
             defaults=defaults,
             excluded=self._excluded,
             close_s=self.settings.close_s,

@@ -32,6 +32,7 @@ from bootseer.hdfs.errors import UnsupportedError
 from bootseer.hdfs.namenode import NameNode
 from bootseer.hdfs.protobuf import Message, field
 from bootseer.hdfs.rpc import RemoteError
+from bootseer.io.retry import ExcludedNodes
 from bootseer.units import format_bytes
 
 _CREATE = 1
@@ -102,35 +103,65 @@ def ask_defaults(namenode: NameNode) -> WriteDefaults:
     return found if found.checksum_kind in (CRC32, CRC32C) else replace(found, checksum_kind=CRC32C)
 
 
+_BAD_S = 60.0
+_MAX_KNOWN = 10_000
+
+
+class ExcludedDataNodes(ExcludedNodes):
+    """DataNodes that recently failed to take a block. Safe to use from many threads."""
+
+    def __init__(self) -> None:
+        super().__init__(_BAD_S)
+        self._ids: dict[str, bytes] = {}
+
+    def remember(self, new: NewBlock) -> None:
+        """Remember the NameNode's ids of the block's nodes."""
+        if len(self._ids) > _MAX_KNOWN:
+            self._ids = {}
+        self._ids.update(zip((node.host_port for node in new.block.nodes), new.node_ids, strict=True))
+
+    def ids_of(self, names: Iterable[str]) -> list[bytes]:
+        """The NameNode's ids of these nodes. Nodes that it has never named cannot be excluded."""
+        ids = self._ids
+        return [ids[name] for name in names if name in ids]
+
+
+@dataclass(frozen=True, slots=True)
+class FileSettings:
+    """How a new file is written."""
+
+    block_size: int
+    """Bytes."""
+    replication: int
+    mode: int
+    parents: bool
+    """Whether to create a missing folder."""
+    defaults: WriteDefaults
+    excluded: ExcludedDataNodes
+    close_s: float
+    """Timeout for the end of a file: the last bytes, all acknowledgements, and the reports to the NameNode."""
+
+
 class Lease:
     """The right to write one file. Used by one thread at a time."""
 
-    def __init__(
-        self,
-        namenode: NameNode,
-        path: str,
-        *,
-        block_size: int,
-        replication: int,
-        mode: int,
-        parents: bool = True,
-    ) -> None:
-        """Create the file, and with `parents` its folder when that is missing. Raises `AlreadyExistsError`, and
-        `UnsupportedError` for an erasure-coded or encrypted file, after removing it."""
+    def __init__(self, namenode: NameNode, path: str, settings: FileSettings) -> None:
+        """Create the file. Raises `AlreadyExistsError`, and `UnsupportedError` for an erasure-coded or encrypted file,
+        after removing it."""
         self.path = path
         self.holder = f"bootseer-{secrets.token_hex(12)}"
-        self.block_size = max(block_size, namenode.least_block_bytes)
-        """`block_size`, or the least that the NameNode accepts."""
+        self.block_size = max(settings.block_size, namenode.least_block_bytes)
+        """That of the settings, or the least that the NameNode accepts."""
         self._namenode = namenode
         self._file_id = 0
         self._renewed_s = time.monotonic()
         request = (
             field(1, path)
-            + field(2, field(1, mode))
+            + field(2, field(1, settings.mode))
             + field(3, self.holder)
             + field(4, _CREATE)
-            + field(5, parents)
-            + field(6, replication)
+            + field(5, settings.parents)
+            + field(6, settings.replication)
         )
         with namenode.parsing(path):
             status = self._create(request).message(1)

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TypeVar, Unpack
 
 from bootseer.errors import BootseerError, NotFoundError, PermanentError, TransientError, UsageError, needs_extra
-from bootseer.hdfs.addresses import ClientSettings
+from bootseer.hdfs.addresses import ClientSettings, FileOptions
 from bootseer.hdfs.block_locations import FileStatus
 from bootseer.hdfs.errors import kind_of_error
 from bootseer.io.deadline import within
@@ -153,17 +153,8 @@ _HANG_UP_S = 0.5
 class NativeWriter:
     """A file that is being written: visible under its name from the beginning, complete after `close`."""
 
-    def __init__(
-        self,
-        native: Native,
-        path: str,
-        *,
-        block_size: int | None = None,
-        replication: int | None = None,
-        mode: int = 0o644,
-        parents: bool = True,
-    ) -> None:
-        """Create the file, and with `parents` its folder when that is missing. Raises `AlreadyExistsError`."""
+    def __init__(self, native: Native, path: str, **options: Unpack[FileOptions]) -> None:
+        """Create the file. Raises `AlreadyExistsError`."""
         self.path = path
         self.nodes: tuple[str, ...] = ()
         """Unknown here."""
@@ -177,10 +168,11 @@ class NativeWriter:
         def create(client: Client) -> FileWriter:
             from hdfs_native import WriteOptions  # there is one, as there is a client
 
-            options = WriteOptions(
-                block_size=block_size, replication=replication, permission=mode, create_parent=parents
-            )
-            return client.create(path, options)
+            wanted = WriteOptions(
+                block_size=options.get("block_size"), replication=options.get("replication"),
+                permission=options.get("mode", 0o644), create_parent=options.get("parents", True),
+            )  # fmt: skip
+            return client.create(path, wanted)
 
         self._file = native.call(self._uri, create)
         # Python's finalizer of files calls close(), which may hang the thread that drops the last reference. A file

@@ -24,15 +24,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import IO, Final
 
 from msgspec.structs import replace
 
 from bootseer.errors import BootseerError, TransientError, UsageError, os_errors_as
 from bootseer.hdfs.block_locations import Block, FileStatus, has_distinct_nodes
-from bootseer.hdfs.block_writer import BlockWriter, ExcludedDataNodes, PipelineError
-from bootseer.hdfs.lease import Lease, NewBlock, NoNodesError, WriteDefaults
+from bootseer.hdfs.block_writer import BlockWriter, PipelineError
+from bootseer.hdfs.lease import FileSettings, Lease, NewBlock, NoNodesError
 from bootseer.hdfs.namenode import NameNode
 from bootseer.io.files import write_all
 from bootseer.logs import logger
@@ -52,22 +51,6 @@ _SPOOL: Final = "/var/tmp"  # noqa: S108 - files without names; /tmp is memory o
 _MAX_ALLOCATIONS = 24
 _ALLOCATIONS_PER_SHARE = 12
 """With 4 nodes and 2 replicas, 12 allocations fail to give distinct nodes less than once in 1000 times."""
-
-
-@dataclass(frozen=True, slots=True)
-class FileSettings:
-    """How a new file is written."""
-
-    block_size: int
-    """Bytes."""
-    replication: int
-    mode: int
-    parents: bool
-    """Whether to create a missing folder."""
-    defaults: WriteDefaults
-    excluded: ExcludedDataNodes
-    close_s: float
-    """Timeout for the end of a file: the last bytes, all acknowledgements, and the reports to the NameNode."""
 
 
 class BlockFileWriter:
@@ -94,10 +77,7 @@ class BlockFileWriter:
         self._failures = 0
         """Of the current block."""
         namenode.protection.check_key()
-        self._lease = Lease(
-            namenode, path, block_size=settings.block_size, replication=settings.replication, mode=settings.mode,
-            parents=settings.parents,
-        )  # fmt: skip
+        self._lease = Lease(namenode, path, settings)
         self._new: NewBlock | None = None
         self._block: BlockWriter | None = None
         self._last: Block | None = None
