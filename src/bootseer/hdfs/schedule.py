@@ -457,20 +457,11 @@ class Schedule:
 
     def _faster_alternatives(self, piece: Piece, run: Run, now_s: float) -> list[Node]:
         """DataNodes that would probably deliver a piece before its run does."""
-        waited_s = now_s - run.progress_s
         others = self._alternatives(piece, run.queue)
-        if waited_s >= self.choice.late_s() or not others:
+        if now_s - run.progress_s >= self.choice.late_s() or not others:
             return others
-        left_s = self.queues.remaining_s(piece, now_s)
-        is_silent = waited_s >= self._settings.min_late_s
-        sooner = []
-        for node in others:
-            instead_s = self.queues.expected_s(node.host_port, piece.length, now_s)
-            # Idle nodes are asked earlier: that delays no other read.
-            is_idle = not self.queues.backlog_bytes(node.host_port)
-            if left_s > 2 * instead_s + _WORTH_S or (is_silent and is_idle and waited_s > 2 * instead_s):
-                sooner.append(node)
-        return sooner
+        left_s, expected_s = self.queues.remaining_s(piece, now_s), self.queues.expected_s
+        return [node for node in others if left_s > 2 * expected_s(node.host_port, piece.length, now_s) + _WORTH_S]
 
     def _hedge(self, piece: Piece, others: list[Node]) -> None:
         if self._num_hedges >= self._settings.max_hedges:
