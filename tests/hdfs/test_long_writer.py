@@ -117,7 +117,7 @@ def test_a_file_that_is_written_slowly_may_lose_its_connection_any_number_of_tim
     assert writer._block is None, "a full block is finished at once, so that a pause after it does no harm"
     writer.close()
     assert read_all(client, f"{folder}/a") == DATA[:MIB]
-    assert not client._excluded.names()
+    assert not client.excluded.names()
 
 
 class TestLate:

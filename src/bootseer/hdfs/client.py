@@ -48,7 +48,7 @@ class HdfsClient(Names):
         self._defaults: WriteDefaults | None = None
         self._native = Native(self.uri, self.settings, server=_server(self.cluster))
         self._reads = HdfsReads(self._namenode, fallback=NativeReads(self._native))
-        self._excluded = ExcludedDataNodes()
+        self.excluded = ExcludedDataNodes()
         self.fallback = ""
         """Why hdfs-native was used for writing, "" if it was not; reads report theirs in their statistics."""
 
@@ -135,7 +135,7 @@ class HdfsClient(Names):
             options.get("mode", 0o644),
             options.get("parents", True),
             defaults=defaults,
-            excluded=self._excluded,
+            excluded=self.excluded,
             close_s=self.settings.close_s,
         )
 

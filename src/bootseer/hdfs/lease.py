@@ -32,7 +32,6 @@ from bootseer.hdfs.errors import UnsupportedError
 from bootseer.hdfs.namenode import NameNode
 from bootseer.hdfs.protobuf import Message, field
 from bootseer.hdfs.rpc import RemoteError
-from bootseer.io.retry import ExcludedNodes
 from bootseer.units import format_bytes
 
 _CREATE = 1
@@ -107,12 +106,22 @@ _BAD_S = 60.0
 _MAX_KNOWN = 10_000
 
 
-class ExcludedDataNodes(ExcludedNodes):
-    """DataNodes that recently failed to take a block. Safe to use from many threads."""
+class ExcludedDataNodes:
+    """DataNodes that recently failed to take a block. Without a lock, which a fork could leave held: single operations
+    on a dictionary are safe from many threads."""
 
     def __init__(self) -> None:
-        super().__init__(_BAD_S)
+        self._until: dict[str, float] = {}
         self._ids: dict[str, bytes] = {}
+
+    def exclude(self, nodes: Iterable[str]) -> None:
+        """Exclude these nodes for a minute; "" has no effect."""
+        until_s = time.monotonic() + _BAD_S
+        self._until.update({node: until_s for node in nodes if node})
+
+    def names(self) -> frozenset[str]:
+        now_s = time.monotonic()
+        return frozenset(node for node, until_s in self._until.copy().items() if until_s > now_s)
 
     def remember(self, new: NewBlock) -> None:
         """Remember the NameNode's ids of the block's nodes."""

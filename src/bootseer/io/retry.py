@@ -1,4 +1,4 @@
-"""Retries after transient errors: exponential backoff with full jitter, and nodes that are left out for a while.
+"""Retries after transient errors: exponential backoff with full jitter.
 
 A retry storm harms a server that is already in trouble, so waits are random, grow, and are never shorter than the
 server asked for.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TypeVar
 
 from bootseer.errors import TransientError
@@ -63,21 +63,3 @@ def retrying(
                 raise
             _LOG.info("attempt %d failed, the next one in %.1f s: %s", attempt, wait_s, error)
             sleep(wait_s)
-
-
-class ExcludedNodes:
-    """Nodes that failed recently, each excluded for `for_s`. Without a lock, which a fork could leave held: single
-    operations on a dictionary are safe from many threads."""
-
-    def __init__(self, for_s: float) -> None:
-        self._for_s = for_s
-        self._until: dict[str, float] = {}
-
-    def exclude(self, nodes: Iterable[str]) -> None:
-        """Exclude these nodes from now on; "" has no effect."""
-        until_s = time.monotonic() + self._for_s
-        self._until.update({node: until_s for node in nodes if node})
-
-    def names(self) -> frozenset[str]:
-        now_s = time.monotonic()
-        return frozenset(node for node, until_s in self._until.copy().items() if until_s > now_s)

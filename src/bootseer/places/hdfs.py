@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from msgspec.structs import replace
 
@@ -93,6 +93,9 @@ class HdfsPlace(Place):
             [self._full(path) for path in paths], block_size=part_bytes, mode=mode, replication=replication,
             avoid=avoid, last_resort=last_resort,
         )  # fmt: skip
+
+    def exclude(self, nodes: Iterable[str]) -> None:
+        self._client.excluded.exclude(nodes)
 
     def rename(self, source: str, target: str, *, replace: bool = True) -> None:
         try:

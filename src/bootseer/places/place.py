@@ -10,7 +10,7 @@ All methods raise `BootseerError`s only: `TransientError` for what may succeed l
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing, suppress
 from typing import Protocol, Unpack
@@ -218,10 +218,13 @@ class Place(Protocol):
     ) -> Sequence[PartWriter]:  # fmt: skip
         """Create files of at most `part_bytes` each, on distinct nodes as far as possible. Creates a missing folder.
 
-        `avoid`: nodes of other parts, and nodes that failed. `last_resort`: nodes that already carry more of the file
-        than others, the least loaded first; using one is still better than two parts on one node. Raises
-        `AlreadyExistsError`.
+        `avoid`: nodes of other parts. `last_resort`: nodes that already carry more of the file than others, the least
+        loaded first; using one is still better than two parts on one node. Raises `AlreadyExistsError`.
         """
+
+    def exclude(self, nodes: Iterable[str]) -> None:
+        """A part on these nodes has failed: for a minute, new ones go to others if there are any."""
+        return  # most places know no nodes
 
     def rename(self, source: str, target: str, *, replace: bool = True) -> None:
         """Rename a file or folder atomically. A file replaces a file, a folder only an empty folder.

@@ -264,7 +264,7 @@ def test_aborting_leaves_nothing(desk: Desk) -> None:
     writer.abort()
     writer.abort()
     assert desk.leftovers() == []
-    assert desk.writing.facts() == {"files": 0, "spool_bytes": 0, "sick": []}
+    assert desk.writing.facts() == {"files": 0, "spool_bytes": 0}
     with pytest.raises(PermanentError, match="after its end"):
         writer.write_at(0, b"x")
 

@@ -15,7 +15,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, TypeVar
 
 from msgspec import Struct
@@ -44,8 +44,6 @@ class WritingSettings(Struct, frozen=True):
     retry_for_s: float = 90.0
     """No attempt starts this long after the first one (of a part: after its first failure): a NameNode restarts or
     fails over in less."""
-    excluded_s: float = 120.0
-    """How long a node is excluded after a part on it failed."""
     spool_bytes: int = 2 << 30
     """Spool space of all files for sequential writes that are not durable elsewhere yet."""
     random_bytes: int = 16 << 30
@@ -78,15 +76,16 @@ class NodeLoad:
             self._parts.update(nodes)
 
     def remove(self, nodes: Iterable[str]) -> None:
-        """A part on these nodes failed."""
+        """A part on these nodes failed: they do not count any more."""
         with self._lock:
-            self._parts.subtract(nodes)
+            for node in nodes:
+                self._parts.pop(node, None)
 
-    def most_loaded(self, num_parts: int, without: Collection[str]) -> list[str]:
+    def most_loaded(self, num_parts: int) -> list[str]:
         """The nodes to avoid for load, the most loaded last: all but the `num_parts - 1` least loaded ones, so that at
-        least one part goes to a node without parts, if there is one. Nodes of `without` do not count."""
+        least one part goes to a node without parts, if there is one."""
         with self._lock:
-            counts = [(count, random.random(), node) for node, count in self._parts.items() if node not in without]  # noqa: S311 - no secret
+            counts = [(count, random.random(), node) for node, count in self._parts.items()]  # noqa: S311 - no secret
         return [node for _, _, node in sorted(counts)[num_parts - 1 :]]
 
 

@@ -24,7 +24,6 @@ from bootseer.checkpoint.layout import CHUNK_BYTES, Policy, chunk_place
 from bootseer.checkpoint.writing.lane import NodeLoad, WritingSettings
 from bootseer.errors import BootseerError, CorruptError, IsFolderError, NotFoundError, TransientError
 from bootseer.io.executor import Executor
-from bootseer.io.retry import ExcludedNodes
 from bootseer.logs import logger
 from bootseer.places.place import SMALL_FILE_REPLICAS, TEMPORARY_PREFIX, Entry, OpenFile, read_blocking
 
@@ -55,7 +54,6 @@ class Publication:
         *,
         settings: WritingSettings,
         workers: Executor,
-        excluded: ExcludedNodes,
     ) -> None:
         self.path = path
         self.id = secrets.token_hex(16)
@@ -65,7 +63,6 @@ class Publication:
         self.mode = mode
         self.settings = settings
         self.workers = workers
-        self.excluded = excluded
         self.load = NodeLoad()
         self._files = files
         self._referenced: frozenset[str] = frozenset()
@@ -217,7 +214,6 @@ def write_ordinary(
         if progress is not None:
             progress(size_bytes, size_bytes)
         return Written(is_striped=False, entry=entry)
-    failed_on: set[str] = set()
     names: list[str] = []
 
     def write() -> None:
@@ -229,7 +225,6 @@ def write_ordinary(
             part_bytes=part_bytes,
             mode=publication.mode,
             replication=publication.policy.replication,
-            avoid=frozenset(failed_on),
         )
         try:
             for offset in range(0, size_bytes, CHUNK_BYTES):
@@ -239,7 +234,7 @@ def write_ordinary(
                     progress(offset + len(data), size_bytes)
             writer.close()
         except BaseException:
-            failed_on.update(writer.nodes)
+            place.exclude(writer.nodes)
             writer.abort()
             raise
 

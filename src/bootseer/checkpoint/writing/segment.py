@@ -170,7 +170,7 @@ class PartTask:
         writer, self._writer = self._writer, None
         if writer is not None:
             if isinstance(error, TransientError):  # other errors are not the node's fault
-                segment.publication.excluded.exclude(writer.nodes)
+                segment.publication.place.exclude(writer.nodes)
             if self.row and len(self.nodes) == 1:
                 segment.publication.load.remove(self.nodes)
             # On a dead node this may block for seconds.
@@ -330,12 +330,11 @@ class SegmentWriter:
         self._over.wait(seconds)
 
     def create_part_file(self, part: PartTask) -> PartWriter:
-        """A new file for a part: not on a failed node, and not on a sibling's node if there is another one."""
-        excluded = self.publication.excluded.names()
+        """A new file for a part: not on a sibling's node if there is another one."""
         siblings = [sibling.nodes for sibling in self._parts if sibling is not part]
-        # With replicas the siblings are on nearly all nodes: only failed nodes are avoided.
+        # With replicas the siblings are on nearly all nodes.
         taken = [nodes[0] for nodes in siblings if nodes] if all(len(nodes) <= 1 for nodes in siblings) else []
-        (writer,) = self._begin_files([part.number], excluded.union(taken))
+        (writer,) = self._begin_files([part.number], frozenset(taken))
         return writer
 
     def is_much_slower(self, part: PartTask) -> bool:
@@ -367,7 +366,7 @@ class SegmentWriter:
         def begin() -> Sequence[PartWriter]:
             if self.is_over:
                 raise PermanentError(f"{self.publication.folder}: not written any more")
-            return self._begin_files(numbers, self.publication.excluded.names())
+            return self._begin_files(numbers, frozenset())
 
         try:
             writers = self.publication.settings.retry(begin, self.pause)
@@ -395,7 +394,7 @@ class SegmentWriter:
             mode=publication.mode,
             replication=policy.replication,
             avoid=avoid,
-            last_resort=publication.load.most_loaded(self.stripes + policy.parity, publication.excluded.names()),
+            last_resort=publication.load.most_loaded(self.stripes + policy.parity),
         )
 
     def _wake(self) -> None:

@@ -1,4 +1,4 @@
-"""Writing to a place by one process: its threads, its spool space, its excluded nodes.
+"""Writing to a place by one process: its threads and its spool space.
 
 One `Writing` serves all files of a mount or a job; make another one after a fork.
 
@@ -30,7 +30,6 @@ from bootseer.checkpoint.writing.sending import Sending
 from bootseer.checkpoint.writing.spool import Budget, Read, Replayed, Spool, TooLargeError
 from bootseer.errors import BootseerError, NoSpaceError, PermanentError
 from bootseer.io.executor import Executor, run_reported
-from bootseer.io.retry import ExcludedNodes
 from bootseer.io.timer import Timer
 from bootseer.places.place import folder_of
 
@@ -234,7 +233,6 @@ class Writing:
         self._spool = spool or Path(os.environ.get("TMPDIR") or _SPOOL)
         self._settings = settings or WritingSettings()
         self._workers = Executor("bootseer-write", self._settings.max_threads)
-        self._excluded = ExcludedNodes(self._settings.excluded_s)
         self.budget = Budget(self._settings.spool_bytes, self._settings.random_bytes)
         """The spool space of its files."""
         self._lock = threading.Lock()
@@ -321,10 +319,10 @@ class Writing:
         return writer
 
     def facts(self) -> dict[str, object]:
-        """Files in flight, spool space in use, and excluded nodes."""
+        """Files in flight, and spool space in use."""
         with self._lock:
             num_files = len(self._in_flight)
-        return {"files": num_files, "spool_bytes": self.budget.used_bytes, "sick": sorted(self._excluded.names())}
+        return {"files": num_files, "spool_bytes": self.budget.used_bytes}
 
     def close(self) -> None:
         """Abort files that were not committed."""
@@ -338,7 +336,7 @@ class Writing:
     def _begin(self, path: str, policy: Policy | None, mode: int) -> Publication:
         publication = Publication(
             self._files, path, policy or self._files.policy(folder_of(path)), mode,
-            settings=self._settings, workers=self._workers, excluded=self._excluded,
+            settings=self._settings, workers=self._workers,
         )  # fmt: skip
         with self._lock:
             if not self._is_open:
