@@ -77,7 +77,7 @@ def test_an_observer_is_skipped(pair: HaPair, client: HdfsClient, folder: str) -
         client.put(f"{folder}/written", DATA)
         for first in range(2):
             with closing(HdfsClient(pair.service, ClientSettings(conf_dir=pair.conf_dir))) as fresh:
-                fresh._namenode._active = first
+                fresh._active = first
                 assert read_all(fresh, f"{folder}/written") == DATA
     finally:
         pair.stand_by(observer)

@@ -86,7 +86,7 @@ def test_a_delegation_token_survives_a_failover_and_is_refused_at_once_when_canc
 ) -> None:
     service, kind = field(4, f"ha-hdfs:{pair.service}"), field(3, "HDFS_DELEGATION_TOKEN")
     with closing(_client(pair)) as client, pytest.MonkeyPatch.context() as as_job:
-        given = client._namenode.ask("getDelegationToken", field(1, "nn")).message(1)
+        given = client.ask("getDelegationToken", field(1, "nn")).message(1)
         token = field(1, given.data(1)) + field(2, given.data(2)) + kind + service
         file = tmp_path / "tokens"
         file.write_bytes(b"HDTS\1" + delimited(field(1, field(1, "any") + field(2, token))))
@@ -96,13 +96,13 @@ def test_a_delegation_token_survives_a_failover_and_is_refused_at_once_when_canc
         as_job.setenv("KRB5CCNAME", f"FILE:{tmp_path}/none")
         for first in range(2):
             with closing(_client(pair)) as job:
-                job._namenode._active = first
+                job._active = first
                 job.put(f"/of-job-{first}", DATA)
                 assert read_all(job, f"/of-job-{first}") == DATA
-        client._namenode.ask("cancelDelegationToken", field(1, token))
+        client.ask("cancelDelegationToken", field(1, token))
         for first in range(2):
             with closing(_client(pair)) as job, pytest.raises(AccessError, match="token is not valid"):
-                job._namenode._active = first
+                job._active = first
                 job.stat("/")
 
 

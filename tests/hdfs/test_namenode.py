@@ -19,7 +19,7 @@ from bootseer.checkpoint.layout import Policy
 from bootseer.errors import AccessError, BootseerError, NotFoundError, PermanentError, TransientError, UsageError
 from bootseer.hdfs.addresses import Cluster
 from bootseer.hdfs.client import HdfsClient
-from bootseer.hdfs.namenode import NameNode, Names
+from bootseer.hdfs.namenode import NameNode
 from bootseer.hdfs.protobuf import Message, field
 from bootseer.hdfs.rpc import UnreachableError
 from bootseer.places import open_place
@@ -335,11 +335,10 @@ def test_a_rename_that_a_router_has_repeated_succeeds(peer: FakeNameNode, by_rou
 
     peer.answers |= {"rename2": lambda _: missing, "getFileInfo": status, "getEditsFromTxid": lambda _: (kind, "no")}
     with closing(asked(peer.port)) as namenode:
-        names = Names(namenode)
         with contextlib.nullcontext() if by_router else pytest.raises(NotFoundError):
-            names.rename("/a", "/b", overwrite=False)
+            namenode.rename("/a", "/b", overwrite=False)
         with pytest.raises(NotFoundError):
-            names.rename("/a", "/c", overwrite=False)
+            namenode.rename("/a", "/c", overwrite=False)
 
 
 def test_a_connection_that_the_server_has_closed_is_replaced(peer: FakeNameNode) -> None:

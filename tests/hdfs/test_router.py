@@ -159,7 +159,7 @@ def test_everything_continues_after_a_failover_and_when_a_router_is_killed(
         several = [all_busy.enter_context(Busy(client, f"/{name}/busy", by_router=True)) for name in ("pair", "other")]
         for kill in (False, True):
             if kill:
-                routers.kill(client._namenode._active)
+                routers.kill(client._active)
             else:
                 pair.stand_by(pair.active)
                 pair.activate(1 - pair.active)

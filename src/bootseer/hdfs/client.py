@@ -19,7 +19,7 @@ from bootseer.hdfs.addresses import ClientSettings, Cluster, FileOptions
 from bootseer.hdfs.block_locations import FileStatus
 from bootseer.hdfs.errors import UnsupportedError
 from bootseer.hdfs.lease import ExcludedDataNodes, FileSettings, WriteDefaults, ask_defaults
-from bootseer.hdfs.namenode import NameNode, Names
+from bootseer.hdfs.namenode import NameNode
 from bootseer.hdfs.native import Native, NativeReads, NativeWriter
 from bootseer.hdfs.placement import BlockFileWriter, PlacementGroup
 from bootseer.hdfs.reads import HdfsReads
@@ -35,7 +35,7 @@ _NATIVE_BLOCK_BYTES = 1 << 30
 reported in time."""
 
 
-class HdfsClient(Names):
+class HdfsClient(NameNode):
     """A client of the file system `hdfs://AUTHORITY`: host and port of its NameNode, or the name of a service."""
 
     def __init__(self, authority: str, settings: ClientSettings | None = None) -> None:
@@ -43,11 +43,10 @@ class HdfsClient(Names):
         if not authority or "@" in authority or "/" in authority:
             raise UsageError(f"hdfs://{authority} names no file system", hint="use hdfs://host:port or hdfs://service")
         self.settings = settings or ClientSettings()
-        self.cluster = Cluster.of(authority, self.settings.conf_dir)
-        super().__init__(NameNode(self.cluster, ask_s=self.settings.call_s))
+        super().__init__(Cluster.of(authority, self.settings.conf_dir), ask_s=self.settings.call_s)
         self._defaults: WriteDefaults | None = None
         self._native = Native(self.uri, self.settings, server=_server(self.cluster))
-        self._reads = HdfsReads(self._namenode, fallback=NativeReads(self._native))
+        self._reads = HdfsReads(self, fallback=NativeReads(self._native))
         self.excluded = ExcludedDataNodes()
         self.fallback = ""
         """Why hdfs-native was used for writing, "" if it was not; reads report theirs in their statistics."""
@@ -67,13 +66,13 @@ class HdfsClient(Names):
     def create(self, path: str, **options: Unpack[FileOptions]) -> BlockFileWriter | NativeWriter:
         """Create a file of any length. Raises `AlreadyExistsError`."""
         try:
-            return BlockFileWriter(self._namenode, path, self._file_settings(options))
+            return BlockFileWriter(self, path, self._file_settings(options))
         except UnsupportedError as error:
             if str(error) != self.fallback:
                 _LOG.info("%s%s is written through hdfs-native: %s", self.uri, path, error)
             self.fallback = str(error)
             block_size = options.get("block_size") or _NATIVE_BLOCK_BYTES
-            options["block_size"] = max(block_size, self._namenode.least_block_bytes)
+            options["block_size"] = max(block_size, self.least_block_bytes)
             return NativeWriter(self._native, path, **options)
 
     def create_placed(
@@ -97,7 +96,7 @@ class HdfsClient(Names):
             options["block_size"] = -(-block_size // _MIB) * _MIB
             with contextlib.suppress(UnsupportedError):
                 settings = self._file_settings(options)
-                return PlacementGroup(self._namenode, paths, settings, avoid=avoid, last_resort=last_resort).writers
+                return PlacementGroup(self, paths, settings, avoid=avoid, last_resort=last_resort).writers
         with contextlib.ExitStack() as begun:
             writers = []
             for path in paths:
@@ -115,16 +114,12 @@ class HdfsClient(Names):
         except UnsupportedError:
             return None
 
-    def space(self) -> tuple[int, int]:
-        """Total and free bytes of all DataNodes."""
-        return self._namenode.space()
-
     def reads(self) -> HdfsReads:
         return self._reads
 
     def close(self) -> None:
         self._reads.close()
-        self._namenode.close()
+        super().close()
         self._native.close()
 
     def _file_settings(self, options: FileOptions) -> FileSettings:
@@ -141,7 +136,7 @@ class HdfsClient(Names):
 
     def _write_defaults(self) -> WriteDefaults:
         if self._defaults is None:
-            self._defaults = ask_defaults(self._namenode)
+            self._defaults = ask_defaults(self)
         return self._defaults
 
 

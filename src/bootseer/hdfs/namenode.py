@@ -19,7 +19,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from bootseer.errors import (
@@ -71,6 +71,7 @@ _LIVE: Final = 2
 _IN_SERVICE: Final = 0
 """Neither decommissioned nor in maintenance: such a node gets no blocks."""
 _OBSERVER: Final = 3
+_UNCHANGED: Final = -1
 
 
 class NameNode:
@@ -79,6 +80,7 @@ class NameNode:
 
     def __init__(self, cluster: Cluster, *, call_timeout_s: float = 10.0, ask_s: float = 30.0) -> None:
         self.cluster = cluster
+        self.uri = f"hdfs://{cluster.authority}"
         self._ask_s = ask_s
         self._call_timeout_s = call_timeout_s
         self.protection = Protection(cluster.settings, kerberos=cluster.kerberos, ask_key=self._ask_key)
@@ -106,7 +108,7 @@ class NameNode:
         request = field(1, path) + field(2, 0) + field(3, _EVERYTHING)
         answer = self.ask("getBlockLocations", request, path, timeout_s)
         if 1 not in answer:
-            raise NotFoundError(f"{self._uri_of(path)} does not exist")
+            raise self._not_found(path)
         with self.parsing(path):
             return parse_located(path, answer.data(1), self._known_nodes)
 
@@ -127,21 +129,92 @@ class NameNode:
                 for node in nodes if node.number(10, _IN_SERVICE) == _IN_SERVICE
             }  # fmt: skip
 
+    def stat(self, path: str) -> FileStatus:
+        with self.parsing(path):
+            answer = self.ask("getFileInfo", field(1, path), path)
+            if 1 not in answer:
+                raise self._not_found(path)
+            return parse_status(path, answer.message(1))
+
+    def make_folder(self, path: str, *, mode: int = 0o755, parents: bool = False) -> None:
+        """Make a folder, with `parents` also those above it. Raises `AlreadyExistsError` for a taken name, unless
+        `parents` and it is a folder. Of two concurrent callers both may succeed: HDFS does not report it."""
+        if not parents:
+            with contextlib.suppress(NotFoundError):
+                self.stat(path)
+                raise AlreadyExistsError(f"{self.uri}{path} already exists")
+        self.ask("mkdirs", field(1, path) + field(2, field(1, mode)) + field(3, parents), path)
+
+    def rename(self, source: str, target: str, *, overwrite: bool = False) -> None:
+        """Rename atomically. With `overwrite` a file replaces a file and a folder an empty folder. Raises
+        `AlreadyExistsError`, `NotFoundError`, and `PermanentError` for what cannot be replaced."""
+        try:
+            self.ask("rename2", field(1, source) + field(2, target) + field(3, overwrite), source)
+        except NotFoundError:
+            # Routers have call ids of their own, so a NameNode does not recognise a repeated rename.
+            with contextlib.suppress(NotFoundError):
+                self.stat(target)
+                if self._is_router():
+                    return
+            raise
+
+    def delete(self, path: str, *, recursive: bool = False) -> None:
+        """Remove. Raises `NotFoundError`, and `NotEmptyError` for a folder that is not empty."""
+        with self.parsing(path):
+            if not self.ask("delete", field(1, path) + field(2, recursive), path).number(1):
+                raise self._not_found(path)
+
+    def set_permission(self, path: str, mode: int) -> None:
+        self.ask("setPermission", field(1, path) + field(2, field(1, mode)), path)
+
+    def set_owner(self, path: str, owner: str | None, group: str | None) -> None:
+        """Set owner and group by name; None leaves one unchanged. Only HDFS's superuser may change owners."""
+        fields = b"".join(field(number, name) for number, name in ((2, owner), (3, group)) if name is not None)
+        self.ask("setOwner", field(1, path) + fields, path)
+
+    def set_mtime(self, path: str, mtime_ms: int) -> None:
+        self.ask("setTimes", field(1, path) + field(2, mtime_ms) + field(3, _UNCHANGED), path)
+
+    def list(self, path: str) -> Iterator[FileStatus]:
+        """The entries of a folder, page by page; for a file, the file itself. Raises `NotFoundError`."""
+        after = b""
+        is_more = True
+        while is_more:
+            answer = self.ask("getListing", field(1, path) + field(2, after) + field(3, False), path)
+            with self.parsing(path):
+                if 1 not in answer:
+                    raise self._not_found(path)
+                page = answer.message(1)
+                found = [Message(entry) for entry in page.every(1)]
+                for entry in found:
+                    name = entry.text(2)
+                    yield parse_status(f"{path.rstrip('/')}/{name}" if name else path, entry)
+                is_more = bool(page.number(2)) and bool(found)
+                after = found[-1].data(2) if found else b""
+
     @contextlib.contextmanager
     def parsing(self, path: str) -> Iterator[None]:
         """Maps `MalformedError`s raised inside to `TransientError`."""
         try:
             yield
         except MalformedError as error:
-            raise TransientError(f"{self._uri_of(path)}: the NameNode's answer is malformed: {error}") from error
+            raise TransientError(f"{self.uri}{path}: the NameNode's answer is malformed: {error}") from error
 
     def close(self) -> None:
         """Close idle connections; those in use are closed after their request."""
         self._is_closed = True
         self._idle.close()
 
-    def _uri_of(self, path: str) -> str:
-        return f"hdfs://{self.cluster.authority}{path}"
+    def _is_router(self) -> bool:
+        """Whether a router answers: NameNodes support this call, routers do not."""
+        try:
+            self.ask("getEditsFromTxid", field(1, 1 << 62))
+        except BootseerError as error:
+            return getattr(error.__cause__, "kind", "") == "UnsupportedOperationException"
+        return False
+
+    def _not_found(self, path: str) -> NotFoundError:
+        return NotFoundError(f"{self.uri}{path} does not exist")
 
     def ask(self, method: str, request: bytes = b"", path: str = "/", timeout_s: float | None = None) -> Message:
         """Send a request to the NameNodes, with retries and failover; returns the answer."""
@@ -195,9 +268,9 @@ class NameNode:
                 text = f"{':'.join(map(str, self.cluster.namenodes[number]))}: {_NOISE.sub('', text)}"
             problems.append(text)
         text = "; ".join(problems) or "none was asked in time"
-        return TransientError(f"{self._uri_of(path)}: no NameNode {state}: {text}")
+        return TransientError(f"{self.uri}{path}: no NameNode {state}: {text}")
 
-    def _raise_if_final(self, path: str, errors: list[Exception]) -> None:
+    def _raise_if_final(self, path: str, errors: Sequence[Exception]) -> None:
         """Raise if another round of attempts would not help, by the errors of this one: no NameNode accepts the login,
         or none has ever answered, none was reached now, and the grace period is over."""
         unreachable = [str(error) for error in errors if isinstance(error, UnreachableError)]
@@ -207,7 +280,7 @@ class NameNode:
             raise refusals[0]
         is_none = not self._has_answered and len(unreachable) == len(errors)
         if is_none and time.monotonic() > self._made_s + _FIRST_S:
-            raise UnreachableError(f"{self._uri_of(path)}: no NameNode is there: {'; '.join(unreachable)}")
+            raise UnreachableError(f"{self.uri}{path}: no NameNode is there: {'; '.join(unreachable)}")
 
     def _ask_one(self, number: int, method: str, request: bytes, call: int, until: float) -> bytes:
         idle = self._idle.take(number)
@@ -314,89 +387,4 @@ class NameNode:
         # The Java class is a part of the message: callers show it.
         text = f"{error.kind}: {error}"
         kind = kind_of_error(text) or TransientError
-        return kind(f"{self._uri_of(path)}{' does not exist' if kind is NotFoundError else f': {text}'}")
-
-
-_UNCHANGED: Final = -1
-
-
-class Names:
-    """Names and folders."""
-
-    def __init__(self, namenode: NameNode) -> None:
-        self.uri = f"hdfs://{namenode.cluster.authority}"
-        self._namenode = namenode
-
-    def stat(self, path: str) -> FileStatus:
-        with self._namenode.parsing(path):
-            answer = self._namenode.ask("getFileInfo", field(1, path), path)
-            if 1 not in answer:
-                raise self._not_found(path)
-            return parse_status(path, answer.message(1))
-
-    def make_folder(self, path: str, *, mode: int = 0o755, parents: bool = False) -> None:
-        """Make a folder, with `parents` also those above it. Raises `AlreadyExistsError` for a taken name, unless
-        `parents` and it is a folder. Of two concurrent callers both may succeed: HDFS does not report it."""
-        if not parents:
-            with contextlib.suppress(NotFoundError):
-                self.stat(path)
-                raise AlreadyExistsError(f"{self.uri}{path} already exists")
-        self._namenode.ask("mkdirs", field(1, path) + field(2, field(1, mode)) + field(3, parents), path)
-
-    def rename(self, source: str, target: str, *, overwrite: bool = False) -> None:
-        """Rename atomically. With `overwrite` a file replaces a file and a folder an empty folder. Raises
-        `AlreadyExistsError`, `NotFoundError`, and `PermanentError` for what cannot be replaced."""
-        try:
-            self._namenode.ask("rename2", field(1, source) + field(2, target) + field(3, overwrite), source)
-        except NotFoundError:
-            # Routers have call ids of their own, so a NameNode does not recognise a repeated rename.
-            with contextlib.suppress(NotFoundError):
-                self.stat(target)
-                if self._is_router():
-                    return
-            raise
-
-    def delete(self, path: str, *, recursive: bool = False) -> None:
-        """Remove. Raises `NotFoundError`, and `NotEmptyError` for a folder that is not empty."""
-        with self._namenode.parsing(path):
-            if not self._namenode.ask("delete", field(1, path) + field(2, recursive), path).number(1):
-                raise self._not_found(path)
-
-    def set_permission(self, path: str, mode: int) -> None:
-        self._namenode.ask("setPermission", field(1, path) + field(2, field(1, mode)), path)
-
-    def set_owner(self, path: str, owner: str | None, group: str | None) -> None:
-        """Set owner and group by name; None leaves one unchanged. Only HDFS's superuser may change owners."""
-        fields = b"".join(field(number, name) for number, name in ((2, owner), (3, group)) if name is not None)
-        self._namenode.ask("setOwner", field(1, path) + fields, path)
-
-    def set_mtime(self, path: str, mtime_ms: int) -> None:
-        self._namenode.ask("setTimes", field(1, path) + field(2, mtime_ms) + field(3, _UNCHANGED), path)
-
-    def list(self, path: str) -> Iterator[FileStatus]:
-        """The entries of a folder, page by page; for a file, the file itself. Raises `NotFoundError`."""
-        after = b""
-        is_more = True
-        while is_more:
-            answer = self._namenode.ask("getListing", field(1, path) + field(2, after) + field(3, False), path)
-            with self._namenode.parsing(path):
-                if 1 not in answer:
-                    raise self._not_found(path)
-                page = answer.message(1)
-                found = [Message(entry) for entry in page.every(1)]
-                for entry in found:
-                    name = entry.text(2)
-                    yield parse_status(f"{path.rstrip('/')}/{name}" if name else path, entry)
-                is_more = bool(page.number(2)) and bool(found)
-                after = found[-1].data(2) if found else b""
-
-    def _is_router(self) -> bool:
-        """Whether a router answers: NameNodes support this call, routers do not."""
-        try:
-            self._namenode.ask("getEditsFromTxid", field(1, 1 << 62))
-        except BootseerError as error:
-            return getattr(error.__cause__, "kind", "") == "UnsupportedOperationException"
-        return False
-
-    def _not_found(self, path: str) -> NotFoundError:
-        return NotFoundError(f"{self.uri}{path} does not exist")
+        return kind(f"{self.uri}{path}{' does not exist' if kind is NotFoundError else f': {text}'}")

@@ -29,7 +29,7 @@ from bootseer.env.capturing.capture import open_capture
 from bootseer.env.keys.key_settings import looks_secret
 from bootseer.errors import BootseerError, UsageError, os_errors_as
 from bootseer.hdfs.addresses import Cluster, configuration, default_authority
-from bootseer.hdfs.namenode import NameNode, Names
+from bootseer.hdfs.namenode import NameNode
 from bootseer.launch.environment.view import private_capture_ways
 from bootseer.logs import without_secrets
 from bootseer.machine.check import Check, Status
@@ -123,7 +123,7 @@ def check_hdfs_login() -> Check:
         cluster = Cluster.of(default_authority("hdfs:///"))
         how = "Kerberos" if cluster.kerberos else "no login required"
         with contextlib.closing(NameNode(cluster, ask_s=_LOGIN_S)) as namenode:
-            Names(namenode).stat("/")
+            namenode.stat("/")
     except BootseerError as error:
         status: Status = "limited" if isinstance(error, UsageError) else "broken"
         return Check(HDFS_LOGIN, status, "", str(error), getattr(error, "hint", ""), opens)
