@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
+from collections.abc import Sequence
 from typing import Any, Final
 
 from bootseer.errors import AccessError, BootseerError, PermanentError, TransientError
+from bootseer.hdfs.sasl import AUTHENTICATION, INTEGRITY, PRIVACY, LoginError
 
 _LIBRARY: Final = "libgssapi_krb5.so.2"
 _KERBEROS = bytes.fromhex("2a864886f712010202")
@@ -20,6 +23,8 @@ _MUTUAL, _REPLAY, _SEQUENCE, _CONFIDENTIAL, _INTEGRITY = 2, 4, 8, 16, 32
 _CONTINUE_NEEDED: Final = 1
 _ERRORS: Final = 0xFFFF0000
 _MAX_TEXTS: Final = 8
+_LAYERS: Final = {AUTHENTICATION: 1, INTEGRITY: 2, PRIVACY: 4}
+_MAX_BUFFER: Final = 0xFFFFFF
 _KEYTAB: Final = "the keytab has no key, or an old one, for this name: check $KRB5_CLIENT_KTNAME"
 _HINTS: Final[tuple[tuple[str, str, type[BootseerError]], ...]] = (
     ("expired", "renew the ticket (kinit)", AccessError),
@@ -85,17 +90,21 @@ def _library() -> Any:
     return found
 
 
-class KerberosContext:
-    """One login to one server. Used by one thread at a time. Raises errors of `login_error`."""
+class Kerberos:
+    """A login by the user's Kerberos ticket. Used by one thread at a time. Raises errors of `login_error`."""
 
-    def __init__(self, peer: str, target: str) -> None:
+    def __init__(self, peer: str, target: str, protections: Sequence[str]) -> None:
         """`target`: `service@host`, or `service/host@REALM`. `peer` names the server in errors."""
         self._peer = peer
+        self._wanted = protections
+        self.protection = AUTHENTICATION
+        """The negotiated one, once `is_done`."""
+        self.is_done = False
         self._lib = _library()
         self._context = ctypes.c_void_p()
         self._name = ctypes.c_void_p()
         self._minor = ctypes.c_uint32()
-        self.is_open = False
+        self._is_open = False
         """Whether both sides are authenticated."""
         self._mechanism = _oid(_KERBEROS)
         kind = _oid(_PRINCIPAL if "/" in target else _HOST_SERVICE)
@@ -109,7 +118,27 @@ class KerberosContext:
             self._lib.gss_delete_sec_context(minor, self._context, None)
 
     def step(self, challenge: bytes) -> bytes:
-        """The answer to a challenge, which is empty in the first step."""
+        """The answer to a challenge, which is empty in the first step. Raises `LoginError`."""
+        if not self._is_open:
+            return self._authenticate(challenge)
+        if self.is_done:
+            return b""
+        # The last message lists the server's protections; the answer is the chosen one.
+        offered = self.unwrap(challenge)
+        if len(offered) != 4:
+            raise LoginError("the server names no layers of protection")
+        found = next((name for name in self._wanted if offered[0] & _LAYERS[name]), None)
+        if found is None:
+            raise AccessError(
+                f"the NameNode requires another protection than {', '.join(self._wanted)}; "
+                "set hadoop.rpc.protection as it is there"
+            )
+        size = 0 if found == AUTHENTICATION else _MAX_BUFFER
+        answer = self.wrap(struct.pack(">I", _LAYERS[found] << 24 | size))
+        self.protection, self.is_done = found, True
+        return answer
+
+    def _authenticate(self, challenge: bytes) -> bytes:
         asked, _alive = _as_buffer(challenge)
         answer, flags = _Buffer(), ctypes.c_uint32()
         wanted = _MUTUAL | _REPLAY | _SEQUENCE | _CONFIDENTIAL | _INTEGRITY
@@ -118,16 +147,16 @@ class KerberosContext:
             wanted, 0, None, asked, None, answer, flags, None,
         )  # fmt: skip
         token = self._taken(answer, status)
-        self.is_open = not status & _CONTINUE_NEEDED
-        if self.is_open and not flags.value & _MUTUAL:
+        self._is_open = not status & _CONTINUE_NEEDED
+        if self._is_open and not flags.value & _MUTUAL:
             raise AccessError(f"{self._peer}: Kerberos: the server has not proved its name")
         return token
 
-    def wrap(self, data: bytes, *, seal: bool) -> bytes:
-        """Data with a checksum; encrypted with `seal`."""
+    def wrap(self, data: bytes) -> bytes:
+        """Protect a message: by a checksum, and with `privacy` by encryption."""
         given, _alive = _as_buffer(data)
         out = _Buffer()
-        status = self._lib.gss_wrap(self._minor, self._context, seal, 0, given, None, out)
+        status = self._lib.gss_wrap(self._minor, self._context, self.protection == PRIVACY, 0, given, None, out)
         return self._taken(out, status)
 
     def unwrap(self, data: bytes) -> bytes:

@@ -23,7 +23,6 @@ from bootseer.hdfs.sasl import (
     PRIVACY,
     Digest,
     LoginError,
-    Mechanism,
     Token,
     wanted_protections,
 )
@@ -66,7 +65,7 @@ class Aes:
 class Messages:
     """Messages that the login's mechanism protects."""
 
-    def __init__(self, mechanism: Mechanism) -> None:
+    def __init__(self, mechanism: Digest) -> None:
         self._mechanism = mechanism
         self._received = bytearray()
 

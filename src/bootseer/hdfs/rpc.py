@@ -17,14 +17,13 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from bootseer.errors import AccessError, TransientError
-from bootseer.hdfs.gssapi import login_error
+from bootseer.hdfs.gssapi import Kerberos, login_error
 from bootseer.hdfs.protobuf import MalformedError, Message, delimited, field, read_delimited, zigzag
 from bootseer.hdfs.sasl import (
     AUTHENTICATION,
     PRIVACY,
-    Kerberos,
+    Digest,
     LoginError,
-    Mechanism,
     Token,
     check_ciphers,
     wanted_protections,
@@ -73,6 +72,10 @@ def connect(host: str, port: int, timeout_s: float) -> socket.socket:
         is_none = isinstance(error, socket.gaierror) or error.errno in _NO_SERVER
         kind = UnreachableError if is_none else TransientError
         raise kind(f"{host}:{port} cannot be reached: {error.strerror or error}") from error
+
+
+Mechanism = Kerberos | Digest
+"""One login, and then the protection of messages."""
 
 
 class Login:

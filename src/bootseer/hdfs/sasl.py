@@ -1,4 +1,4 @@
-"""SASL logins to Hadoop's servers: Kerberos (GSSAPI, RFC 4752) and tokens (DIGEST-MD5, RFC 2831).
+"""SASL logins to Hadoop's servers by tokens (DIGEST-MD5, RFC 2831), and what those by Kerberos (`gssapi`) share.
 
 A token is an identifier and a secret issued by a NameNode: a delegation token for RPCs to it, which jobs have in the
 file `$HADOOP_TOKEN_FILE_LOCATION`, or a block token for DataNodes.
@@ -19,14 +19,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from bootseer.errors import AccessError, UsageError
-from bootseer.hdfs.gssapi import KerberosContext
 from bootseer.hdfs.protobuf import MalformedError, Message, read_delimited
 
 AUTHENTICATION, INTEGRITY, PRIVACY = "authentication", "integrity", "privacy"
 PROTECTIONS: Final = (AUTHENTICATION, INTEGRITY, PRIVACY)
 _QOPS: Final = {AUTHENTICATION: "auth", INTEGRITY: "auth-int", PRIVACY: "auth-conf"}
-_LAYERS: Final = {AUTHENTICATION: 1, INTEGRITY: 2, PRIVACY: 4}
-_MAX_BUFFER: Final = 0xFFFFFF
 _MAX_FILE_BYTES: Final = 16 << 20
 _PAIR = re.compile(r'\s*([a-z-]+)=(?:"((?:[^"\\]|\\.)*)"|([^",]*))\s*(?:,|$)')
 _DELEGATION: Final = "HDFS_DELEGATION_TOKEN"
@@ -42,48 +39,8 @@ def wanted_protections(setting: str) -> tuple[str, ...]:
     return tuple(name for name in named if name in PROTECTIONS) or (AUTHENTICATION,)
 
 
-class Kerberos:
-    """A login by the user's Kerberos ticket."""
-
-    def __init__(self, peer: str, target: str, protections: Sequence[str]) -> None:
-        """`target`: the server's name, `service@host` or `service/host@REALM`."""
-        self._context = KerberosContext(peer, target)
-        self._wanted = protections
-        self.protection = AUTHENTICATION
-        """The negotiated one, once `is_done`."""
-        self.is_done = False
-
-    def step(self, challenge: bytes) -> bytes:
-        """The answer to a challenge. Raises `LoginError`, `BootseerError`."""
-        if not self._context.is_open:
-            return self._context.step(challenge)
-        if self.is_done:
-            return b""
-        # The last message lists the server's protections; the answer is the chosen one.
-        offered = self._context.unwrap(challenge)
-        if len(offered) != 4:
-            raise LoginError("the server names no layers of protection")
-        found = next((name for name in self._wanted if offered[0] & _LAYERS[name]), None)
-        if found is None:
-            raise AccessError(
-                f"the NameNode requires another protection than {', '.join(self._wanted)}; "
-                "set hadoop.rpc.protection as it is there"
-            )
-        self.protection = found
-        self.is_done = True
-        size = 0 if found == AUTHENTICATION else _MAX_BUFFER
-        return self._context.wrap(struct.pack(">I", _LAYERS[found] << 24 | size), seal=False)
-
-    def wrap(self, data: bytes) -> bytes:
-        """Protect a message."""
-        return self._context.wrap(data, seal=self.protection == PRIVACY)
-
-    def unwrap(self, data: bytes) -> bytes:
-        return self._context.unwrap(data)
-
-
 class Digest:
-    """A login by a token: both sides prove that they know its secret."""
+    """A login by a token: both sides prove that they know its secret. Used by one thread at a time."""
 
     def __init__(
         self, user: str, secret: str, uri: str, protections: Sequence[str], *, ciphers: Sequence[str] = ("rc4", "3des")
@@ -142,10 +99,6 @@ class Digest:
     def unwrap(self, data: bytes) -> bytes:
         """Raises `LoginError`."""
         return self._in.unwrap(data) if self._in else data
-
-
-Mechanism = Kerberos | Digest
-"""One login, and then the protection of messages. Used by one thread at a time."""
 
 
 class _Layer:
