@@ -14,7 +14,7 @@ from bootseer.io.pooled_reads import ReadOutcome
 PIECE = 100
 BLOCK = 1000
 SMALL = ReadSettings(piece_bytes=PIECE, max_run_bytes=400, max_hedges=4)
-NODES = {name: Node(name, name) for name in ("a:1", "b:1", "c:1")}
+NODES = {name: Node(name, name) for name in ("a:1", "b:1", "c:1", "slow:1", "fast:1")}
 
 
 def located(replicas: list[tuple[str, ...]], *, generation: int = 1) -> LocatedFile:

@@ -10,10 +10,6 @@ from hdfs.played import PIECE, Played
 MIB = 1 << 20
 
 
-def nothing(node: str) -> int:
-    return 0
-
-
 @pytest.fixture
 def choice() -> NodeChoice:
     """With samples of a fast and a slow node."""
@@ -68,13 +64,27 @@ def test_pauses_grow_for_a_node_that_answers_probes_but_serves_nothing() -> None
     assert choice.due_probes(now_s + 1.0) == ["a"]
 
 
-def test_a_slow_node_leaves_requests_to_a_fast_one_that_would_finish_earlier(choice: NodeChoice) -> None:
-    assert choice.leaves_to_others("slow", MIB, ["fast"], nothing, 0.0)
-    assert not choice.leaves_to_others("slow", MIB, ["fast"], lambda _: 100 * MIB, 0.0), "the fast one is busy"
-    assert not choice.leaves_to_others("fast", MIB, ["slow"], nothing, 0.0)
-    assert not choice.leaves_to_others("unknown", MIB, ["fast"], nothing, 0.0)
-    choice.note_failure("fast", 0.0, at_once=True)
-    assert not choice.leaves_to_others("slow", MIB, ["fast"], nothing, 0.0)
+def test_a_slow_node_leaves_requests_to_a_fast_one_that_would_finish_earlier() -> None:
+    one = ReadSettings(piece_bytes=PIECE, max_run_bytes=100, connections_per_node=1)
+    played = Played(("slow:1", "fast:1"), ("fast:1",), options=one)
+    played.read(0, 100)
+    assert played.must_take("slow:1"), "nothing is known of it yet"
+    played = Played(("slow:1", "fast:1"), ("fast:1",), options=one)
+    played.schedule.choice.note_served("fast:1", 100 * MIB, 100 * MIB, 1.0, 0.0)
+    played.schedule.choice.note_served("slow:1", 10 * MIB, 10 * MIB, 1.0, 0.0)
+    played.read(0, 100)
+    assert played.must_take("fast:1")
+    played.read(200, 100)
+    assert played.take() is None
+    played.read(1000, 1000)
+    played.schedule.queues.poke_all()
+    assert played.must_take("slow:1"), "the fast one is busy"
+    played = Played(("slow:1", "fast:1"), options=one)
+    played.schedule.choice.note_served("fast:1", 100 * MIB, 100 * MIB, 1.0, 0.0)
+    played.schedule.choice.note_served("slow:1", 10 * MIB, 10 * MIB, 1.0, 0.0)
+    played.schedule.choice.note_failure("fast:1", 0.0, at_once=True)
+    played.read(0, 100)
+    assert played.must_take("slow:1"), "the fast one is excluded"
 
 
 def test_the_estimated_rate_of_a_slow_node_rises_with_time(choice: NodeChoice) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -88,19 +88,6 @@ class NodeChoice:
     def expected_s(self, node: str, num_bytes: int, now_s: float) -> float:
         """Estimated time for this many bytes, by the rate of the node, or else of others."""
         return num_bytes / (self.rate(node, now_s) or self._mean_rate or _GUESS_RATE)
-
-    def leaves_to_others(
-        self, node: str, num_bytes: int, others: Iterable[str], backlog: Callable[[str], int], now_s: float
-    ) -> bool:
-        """Whether a much faster node would finish this in addition to its backlog before `node` does."""
-        rate = self.rate(node, now_s)
-        if not rate:
-            return False
-        for other in others:
-            faster = self.rate(other, now_s)
-            if faster > rate * _SLOWER and not self.is_open(other) and backlog(other) / faster < num_bytes / rate:
-                return True
-        return False
 
     def run_bytes(self, node: str, most: int, now_s: float) -> int:
         """How many bytes to request from a node at once."""
@@ -278,11 +265,12 @@ class NodeQueues:
 
     def _waits_s(self, piece: Piece, queue: NodeQueue, now_s: float) -> float:
         """When another DataNode would begin a piece; negative if the piece is better left to it."""
-        others = [other.name for other in piece.queues if other is not queue]
-        if not others:
-            return math.inf
-        if self._choice.leaves_to_others(
-            queue.name, queue.running_bytes + piece.length, others, self.backlog_bytes, now_s
-        ):
-            return -1.0
-        return min(self.expected_s(other, 0, now_s) for other in others)
+        choice, rate, num_bytes = self._choice, self._choice.rate(queue.name, now_s), queue.running_bytes + piece.length
+        waits_s = math.inf
+        for other in [other.name for other in piece.queues if other is not queue]:
+            faster = choice.rate(other, now_s)
+            is_much_faster = rate and faster > rate * _SLOWER and not choice.is_open(other)
+            if is_much_faster and self.backlog_bytes(other) / faster < num_bytes / rate:
+                return -1.0
+            waits_s = min(waits_s, self.expected_s(other, 0, now_s))
+        return waits_s
