@@ -24,7 +24,7 @@ from typing import Final
 from bootseer.checkpoint.layout import CHUNK_BYTES, xor_into
 from bootseer.checkpoint.reading.chunk_read import ChunkRead, ParityRead
 from bootseer.checkpoint.reading.context import OpenSegment, ReadContext, reworded
-from bootseer.checkpoint.reading.settings import chunk_to_replace, chunk_to_skip, is_late, parity_no_longer_pays
+from bootseer.checkpoint.reading.settings import chunk_to_replace, chunk_to_skip, is_late
 from bootseer.checkpoint.reading.transfer import RangeRequest, failure, run_effects
 from bootseer.errors import BootseerError, TransientError
 from bootseer.logs import logger
@@ -172,7 +172,7 @@ class Row:
         waited = {chunk: now - began for chunk in self._begun if (began := self._jobs[chunk].started_s) is not None}
         on_way = {chunk: self._jobs[chunk] for chunk in waited.keys() - self._data.keys()}
         for chunk, job in on_way.items():
-            if is_late(waited[chunk], job.expected_s, settings) and self._helpers_pay(segment, waited[chunk]):
+            if is_late(waited[chunk], job.expected_s, settings):
                 self._target = chunk
                 return former
         awaited = [helper for member, helper in self._helpers.items() if member not in self._data]
@@ -185,22 +185,13 @@ class Row:
         if _PARITY in self._helpers:
             parity_s = 0.0 if _PARITY in self._data else self._helpers[_PARITY].remaining_s()
         loser = chunk_to_replace(left, others_s, parity_s, alone=not self._jobs.keys() >= set(others))
-        rebuild_s = max([parity_s, *(helper.remaining_s() for helper in awaited)])
         if loser in on_way:
             self._target = loser
             return former
-        if former is not None and (
-            any(one.started_s is not None and is_late(now - one.started_s, one.expected_s, settings) for one in awaited)
-            or (loser is None and parity_no_longer_pays(left[former.chunk], rebuild_s))
-        ):
+        if any(one.started_s is not None and is_late(now - one.started_s, one.expected_s, settings) for one in awaited):
             self._target = None
             return former
         return None
-
-    def _helpers_pay(self, segment: OpenSegment, waited_s: float) -> bool:
-        """Whether reading the helpers would probably take less than has been waited already."""
-        missing = [chunk for chunk in self._chunks if chunk not in self._jobs and chunk not in self._data]
-        return all(self._delay_s(segment, chunk) < waited_s for chunk in missing)
 
     def _advance(self) -> None:
         interrupt: BaseException | None = None

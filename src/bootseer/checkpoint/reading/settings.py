@@ -96,11 +96,6 @@ def chunk_to_replace(left: Mapping[int, float], others_s: float, parity_s: float
     return last if _pays(left[last], max(rest_s, others_s, parity_s), alone=alone) else None
 
 
-def parity_no_longer_pays(own_s: float, parity_s: float) -> bool:
-    """Whether a chunk would arrive sooner from its own part than by the rebuild that is in progress."""
-    return _pays(parity_s, own_s, alone=False)
-
-
 def is_late(waited_s: float, expected_s: float, settings: ReadingSettings) -> bool:
     """Whether a read has taken so long that something must be wrong, whatever the estimates say."""
     # Where no arrival was expected at all, nothing is known about the usual time.
