@@ -444,8 +444,9 @@ class Schedule:
         """Request a late run's pieces from other DataNodes: hedge what has begun, move what has not."""
         live = [piece for piece in run.live() if piece.ticket.error is None]
         is_silent = now_s - run.progress_s >= self._settings.min_late_s
-        if not live and is_silent:
-            run.halt()  # no reader needs its bytes: end it to free their memory
+        if not live and is_silent:  # no reader needs its bytes: end it to free their memory
+            run.is_late = True
+            run.halt()
         for piece in live:
             others = self._faster_alternatives(piece, run, now_s)
             run.is_late = run.is_late or (is_silent and bool(others))

@@ -175,6 +175,12 @@ def test_a_hung_node_that_is_read_for_a_rebuild_is_not_waited_for(striping, begu
     assert reader.read_part(MIB, 2 * MIB, hang) < 3.0
 
 
+def test_reads_of_single_chunks_wait_for_a_hung_node_only_until_it_is_excluded(striping):
+    reader = striping.open([0.0, LINK, LINK, LINK, LINK])
+    seconds = [reader.read_part(row * 4 * MIB, (row * 4 + 1) * MIB) for row in range(8)]
+    assert max(seconds[2:]) < 0.05
+
+
 PAIRS = list(itertools.combinations(NODES[:4], 2))
 
 
