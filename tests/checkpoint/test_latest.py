@@ -162,8 +162,8 @@ def test_the_lock_of_a_dead_writer_is_ignored_in_a_bucket(s3_server: S3Server, m
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_the_storages_clock_is_used_even_if_its_root_is_not_writable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Like with DCP, whose place is the machine's root or the root of HDFS."""
-    wrong = SimpleNamespace(time=lambda: time.time() + 3600)
-    monkeypatch.setattr("bootseer.places.folder.time", wrong)
+    wrong = SimpleNamespace(time=lambda: time.time() + 3600, monotonic=time.monotonic)
+    monkeypatch.setattr("bootseer.places.place.time", wrong)
     with TemporaryDirectory() as root:
         for name, mode in (("", 0o755), ("job", 0o777)):
             Path(root, name).mkdir(exist_ok=True)

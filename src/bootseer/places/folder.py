@@ -11,20 +11,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import secrets
 import shutil
 import stat
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Unpack
 
 from bootseer.errors import (
-    AccessError,
     AlreadyExistsError,
     IsFolderError,
-    NoSpaceError,
     NotFoundError,
     PermanentError,
 )
@@ -42,7 +38,6 @@ from bootseer.places.local_files import (
     write_temporary,
 )
 from bootseer.places.place import (
-    TEMPORARY_PREFIX,
     ChangedError,
     Entry,
     OpenFile,
@@ -207,20 +202,6 @@ class FolderPlace(Place):
         with self._parent(path) as (folder, name):
             read_ns = os.stat(name, dir_fd=folder, follow_symlinks=False).st_atime_ns
             os.utime(name, ns=(read_ns, mtime_ns), dir_fd=folder, follow_symlinks=False)
-
-    def now_s(self, folder: str = "") -> float:
-        """See `Place.now_s`. A file server's clock may differ from the local one: the mtime of a new file tells it."""
-        name = f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
-        try:
-            with self._parent(join(folder, name)) as (parent, _):
-                descriptor = os.open(name, NEW, 0o600, dir_fd=parent)
-                try:
-                    return os.fstat(descriptor).st_mtime_ns / 1e9
-                finally:
-                    os.close(descriptor)
-                    drop(name, parent)
-        except (AccessError, NoSpaceError):
-            return time.time()  # a caller without write access holds no lease there, and one without room removes
 
     def space(self) -> tuple[int, int]:
         with self._mapping(""):

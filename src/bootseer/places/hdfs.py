@@ -31,7 +31,6 @@ from bootseer.places.place import (
     PartWriter,
     Place,
     is_utf8,
-    join,
     names_of,
 )
 
@@ -124,17 +123,6 @@ class HdfsPlace(Place):
     def set_mtime(self, path: str, mtime_ns: int) -> None:
         """See `Place.set_mtime`. HDFS keeps milliseconds."""
         self._client.set_mtime(self._full(path), mtime_ns // 1_000_000)
-
-    def now_s(self, folder: str = "") -> float:
-        """See `Place.now_s`. HDFS has no RPC for its clock: the mtime of a file that is written now tells it."""
-        full = self._full(join(folder, f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}"))
-
-        def measure() -> float:
-            status = self._client.put(full, b"", parents=False)
-            self._client.delete(full)
-            return status.mtime_ms / 1000
-
-        return self._servers_clock_s(measure)
 
     def space(self) -> tuple[int, int]:
         return self._client.space()

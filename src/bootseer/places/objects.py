@@ -242,17 +242,13 @@ class ObjectPlace(Place):
     def set_mtime(self, path: str, mtime_ns: int) -> None:
         self.stat(path)
 
-    def now_s(self, folder: str = "") -> float:
-        """See `Place.now_s`. The server's clock is known only from the time of a new object, in whole seconds."""
-
-        def measure() -> float:
-            key = f"{self._folder(folder).prefix}{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
-            self._put(key, b"")
-            now_s: float = self._bucket.head(key)["last_modified"].timestamp()
-            self._bucket.remove([key])
-            return now_s
-
-        return self._servers_clock_s(measure)
+    def _measure_s(self, folder: str) -> float:
+        # In whole seconds. Unlike `delete`, this gives a folder of another tool no link.
+        key = f"{self._folder(folder).prefix}{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
+        self._put(key, b"")
+        now_s: float = self._bucket.head(key)["last_modified"].timestamp()
+        self._bucket.remove([key])
+        return now_s
 
     def space(self) -> tuple[int, int]:
         return _MANY_BYTES, _MANY_BYTES

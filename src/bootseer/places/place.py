@@ -9,6 +9,7 @@ All methods raise `BootseerError`s only: `TransientError` for what may succeed l
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -255,6 +256,20 @@ class Place(Protocol):
     def now_s(self, folder: str = "") -> float:
         """The place's own clock in seconds since 1970: the `mtime_ns` that a file written into `folder` now would get.
         This machine's clock where the caller may not write there, or there is no room."""
+        clock = self._clock
+        if clock is None or time.monotonic() - clock[1] > _CLOCK_S:
+            try:
+                clock = self._clock = (self._measure_s(folder), time.monotonic())
+            except (AccessError, NoSpaceError):
+                return time.time()  # a caller without write access holds no lease there, and one without room removes
+        return clock[0] + time.monotonic() - clock[1]
+
+    def _measure_s(self, folder: str) -> float:
+        """The time of a file that is written now: no storage has a request for its clock."""
+        path = join(folder, f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}")
+        written = self.write_bytes(path, b"")
+        self.delete(path, is_file=True)
+        return written.mtime_ns / 1e9
 
     def space(self) -> tuple[int, int]:
         """Total and free bytes."""
@@ -264,16 +279,6 @@ class Place(Protocol):
 
     def close(self) -> None:
         """Release connections. The place must not be used afterwards."""
-
-    def _servers_clock_s(self, measure: Callable[[], float]) -> float:
-        """What `measure` says, which needs requests and is trusted for a while, and the time since."""
-        clock = self._clock
-        if clock is None or time.monotonic() - clock[1] > _CLOCK_S:
-            try:
-                clock = self._clock = (measure(), time.monotonic())
-            except (AccessError, NoSpaceError):
-                return time.time()  # as in `FolderPlace.now_s`
-        return clock[0] + time.monotonic() - clock[1]
 
 
 def read_blocking(
