@@ -17,7 +17,8 @@ from bootseer.errors import TransientError
 from bootseer.peers.choice import Peer
 from bootseer.peers.client import Client
 from bootseer.peers.connection import Connection
-from bootseer.peers.protocol import Question, Signer, encode_answer
+from bootseer.peers.protocol import HELLO, MAX_MESSAGE, SIGNED, Question, Request, Signer, Welcome, framed
+from bootseer.peers.protocol import Answer as Head
 from bootseer.peers.readiness import StartReport
 from fetch.files import content
 from peers.nodes import SECRET
@@ -61,18 +62,18 @@ class Hostile:
     def _serve(self, sock: socket.socket) -> None:
         with suppress(OSError, TransientError):
             link = Connection(sock, "asker", 60.0)
-            head = link.read_head()
-            assert head is not None
-            signer = Signer.of(SECRET, head.fields["bootseer-nonce"], "ab" * 16)
-            said = f"Bootseer-Nonce: {'ab' * 16}\r\nBootseer-Name: n3\r\nBootseer-Proof: {signer.proof('n3')}\r\n"
-            sock.sendall(encode_answer(200, 0, said))
-            while (asked := link.read_head()) is not None:
-                first, last = asked.fields["range"].removeprefix("bytes=").split("-")
-                self._answer(sock, int(last) - int(first) + 1)
+            hello = link.receive(HELLO)
+            assert hello is not None
+            signer = Signer.of(SECRET, hello.nonce, bytes(16))
+            link.send(Welcome(bytes(16), "n3", signer.proof("n3")))
+            while (signed := link.receive(SIGNED)) is not None:
+                asked = signer.verify(signed)
+                assert isinstance(asked, Request)
+                self._answer(sock, asked.length)
 
 
 def head_of(length: int) -> bytes:
-    return f"HTTP/1.1 206 Partial Content\r\nContent-Length: {length}\r\n\r\n".encode()
+    return framed(Head(206, length))
 
 
 def drip(sock: socket.socket, data: bytes, every_s: float) -> None:
@@ -89,26 +90,21 @@ def for_ever(sock: socket.socket, data: bytes, every_s: float) -> None:
 
 ANSWERS: dict[str, Answer] = {
     "garbage": lambda sock, length: sock.sendall(head_of(length) + os.urandom(length)),
-    "200 with bytes": lambda sock, length: sock.sendall(
-        f"HTTP/1.1 200 OK\r\nContent-Length: {length}\r\n\r\n".encode() + bytes(length)
-    ),
-    "redirect": lambda sock, _: sock.sendall(
-        b"HTTP/1.1 302 Found\r\nLocation: http://169.254.169.254/\r\nContent-Length: 0\r\n\r\n"
-    ),
+    "200 with bytes": lambda sock, length: sock.sendall(framed(Head(200, length)) + bytes(length)),
+    "unknown status": lambda sock, _: sock.sendall(framed(Head(302))),
     "too long": lambda sock, length: sock.sendall(head_of(length + 1) + bytes(length + 1)),
     "too short": lambda sock, length: (sock.sendall(head_of(length) + bytes(length // 2)), sock.close()),
-    "chunked": lambda sock, length: sock.sendall(
-        b"HTTP/1.1 206 Partial Content\r\nTransfer-Encoding: chunked\r\n\r\nzzzz\r\n" + bytes(length)
-    ),
-    "no HTTP": lambda sock, _: sock.sendall(b"SSH-2.0-OpenSSH_9.2\r\n\r\n"),
-    "endless head": lambda sock, _: for_ever(sock, b"X-A: " + b"b" * 500 + b"\r\n", 0.0),
+    "another message": lambda sock, _: sock.sendall(framed(Welcome(bytes(16), "n3", bytes(32)))),
+    "no message": lambda sock, _: sock.sendall(b"SSH-2.0-OpenSSH_9.2\r\n\r\n"),
+    "too long a message": lambda sock, _: for_ever(sock, (MAX_MESSAGE + 1).to_bytes(4) + bytes(500), 0.0),
+    "no MessagePack": lambda sock, _: for_ever(sock, MAX_MESSAGE.to_bytes(4) + b"\xc1" * MAX_MESSAGE, 0.0),
     "head by drops": lambda sock, length: drip(sock, head_of(length), 0.4),
     "body by drops": lambda sock, length: (sock.sendall(head_of(length)), drip(sock, bytes(length), 0.2)),
-    "filling for ever": lambda sock, _: for_ever(sock, b"HTTP/1.1 102 Processing\r\n\r\n", 0.1),
-    "filling without a pause": lambda sock, _: for_ever(sock, b"HTTP/1.1 102 Processing\r\n\r\n", 0.0),
+    "filling for ever": lambda sock, _: for_ever(sock, framed(Head(102)), 0.1),
+    "filling without a pause": lambda sock, _: for_ever(sock, framed(Head(102)), 0.0),
     "closes": lambda sock, _: sock.close(),
-    "403": lambda sock, _: sock.sendall(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n"),
-    "429": lambda sock, _: sock.sendall(b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 0\r\n\r\n"),
+    "403": lambda sock, _: sock.sendall(framed(Head(403))),
+    "429": lambda sock, _: sock.sendall(framed(Head(429))),
 }
 
 
@@ -125,7 +121,7 @@ def test_an_idle_connection_that_was_reset_is_replaced(job: Job) -> None:
         other.close()
     connection.sock.close()
     connection.sock = reset
-    assert client.ask(address, Question("0" * 64, 0, 1, "n0", keeps=False), 5.0) == {}
+    assert client.ask(address, Question("0" * 64, 0, 1, "n0", keeps=False), 5.0).readers == {}
 
 
 def test_a_report_that_was_given_up_is_not_sent_any_more() -> None:
@@ -136,9 +132,9 @@ def test_a_report_that_was_given_up_is_not_sent_any_more() -> None:
         far = server.accept()[0]
     client._idle.give("n1:1", Connection(near, "n1:1", 5.0))
     with pytest.raises(TransientError):
-        client.report("n1:1", StartReport("n0", "begin"), 0.1)
+        client.ask("n1:1", StartReport("n0", "begin"), 0.1)
     with far:
-        assert far.recv(4096).startswith(b"GET /v1/start")
+        assert b"StartReport" in far.recv(4096)
         with pytest.raises(ConnectionResetError):
             far.recv(4096)
 

@@ -21,7 +21,7 @@ from bootseer.peers.choice import Level
 from bootseer.peers.client import Client, UnreachableError
 from bootseer.peers.connection import Connection
 from bootseer.peers.interfaces import joined
-from bootseer.peers.protocol import Head, Request, Signer, parse_head
+from bootseer.peers.protocol import ANSWER, WELCOME, Answer, Hello, Request, Signer, Welcome, framed
 from bootseer.peers.server import MAX_CONNECTIONS, Server
 from waiting import until
 
@@ -212,9 +212,9 @@ def test_what_came_of_a_body_in_time_is_not_lost(link: tuple[Connection, socket.
     assert data[:1000] == DATA[:1000]
     with pytest.raises(TransientError, match="timed out"):
         connection.read_some(data)
-    far.sendall(b"HTTP/1.1 206 Partial Content\r\n\r\n")
+    far.sendall(framed(Answer(206)))
     connection.sock.settimeout(30.0)
-    assert connection.read_head() == parse_head(b"HTTP/1.1 206 Partial Content")
+    assert connection.receive(ANSWER) == Answer(206)
 
 
 def test_another_jobs_secret_is_refused(server: tuple[Server, str]) -> None:
@@ -228,59 +228,60 @@ def test_what_the_job_does_not_use_is_not_served(server: tuple[Server, str], ide
         ask(server[1], start, 4096, file=identity)
 
 
-def answer(received: BinaryIO) -> Head | None:
-    """The head of the next answer, whose body is skipped; None if the connection was closed."""
-    head = b""
-    while not head.endswith(b"\r\n\r\n"):
-        line = received.readline()
-        if not line:
-            return None
-        head += line
-    parsed = parse_head(head[:-4])
-    received.read(int(parsed.fields["content-length"]))
-    return parsed
+HELLO = framed(Hello(bytes(16)))
 
 
-def replay(address: str, *messages: bytes) -> list[str]:
-    """Send raw messages over one connection. Returns the status of each answer until it is closed."""
+def answer(received: BinaryIO) -> Answer | Welcome | None:
+    """The next answer, whose body is skipped; None if the connection was closed."""
+    size = received.read(4)
+    if not size:
+        return None
+    found = WELCOME.decode(received.read(int.from_bytes(size)))
+    received.read(found.length if isinstance(found, Answer) else 0)
+    return found
+
+
+def greet(sock: socket.socket, received: BinaryIO, secret: bytes = SECRET) -> tuple[Welcome, Signer]:
+    """The server's first message, and the signer of a client with this secret."""
+    sock.sendall(HELLO)
+    welcome = answer(received)
+    assert isinstance(welcome, Welcome)
+    return welcome, Signer.of(secret, bytes(16), welcome.nonce)
+
+
+def replay(address: str, *messages: bytes) -> list[Answer | Welcome]:
+    """Send raw messages over one connection. Returns the answers until it is closed."""
     with socket.create_connection(address.rsplit(":", 1), 5) as sock, sock.makefile("rb") as received:
-        statuses = []
+        answers = []
         for message in messages:
             sock.sendall(message)
-            if (head := answer(received)) is None:
+            if (found := answer(received)) is None:
                 break
-            statuses.append(head.first[0])
-        return statuses
+            answers.append(found)
+        return answers
 
 
 def test_a_request_cannot_be_sent_again(server: tuple[Server, str]) -> None:
-    hello = b"GET /v1/hello HTTP/1.1\r\nBootseer-Nonce: " + b"0" * 32 + b"\r\n\r\n"
     with socket.create_connection(server[1].rsplit(":", 1), 5) as sock, sock.makefile("rb") as received:
-        sock.sendall(hello)
-        head = answer(received)
-        assert head is not None
-        signer = Signer.of(SECRET, "0" * 32, head.fields["bootseer-nonce"])
-        message = signer.encode(Request(FILE, 0, 10, Level.RACK, ""), "h")
-        for expected in ("206", "403"):
+        message = framed(greet(sock, received)[1].sign(Request(FILE, 0, 10, Level.RACK, "")))
+        for expected in (Answer(206, 10), Answer(403)):
             sock.sendall(message)
-            head = answer(received)
-            assert head is not None
-            assert head.first[0] == expected
-    assert replay(server[1], hello, message) == ["200", "403"]
+            assert answer(received) == expected
+    assert replay(server[1], HELLO, message)[1:] == [Answer(403)]
 
 
 @pytest.mark.parametrize(
     "message",
     [
-        b"\r\n\r\n",
-        b"GET /v1/files/../etc HTTP/1.1\r\n\r\n",
-        b"\0" * 5000,
-        b"GET /v1/hello HTTP/1.1\r\nBootseer-Nonce: zz\r\n\r\n",
-        b"GET /v1/hello HTTP/1.1\r\nno colon\r\n\r\n",
+        bytes(4),
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\xff" * 500,
+        framed(Hello(bytes(15))),
+        framed(Answer(200)),
     ],
 )
 def test_malformed_requests_end_their_connection_alone(server: tuple[Server, str], message: bytes) -> None:
-    assert replay(server[1], message) in ([], ["400"])
+    assert replay(server[1], message) == []
     assert ask(server[1], 0, 4096) == DATA[:4096]
 
 
@@ -301,8 +302,7 @@ def test_more_than_a_request_may_ask_for_is_refused(server: tuple[Server, str]) 
 
 def test_a_block_of_the_largest_size_may_be_asked_for() -> None:
     request = Request(FILE, 0, MAX_BLOCK_SIZE, Level.GLOBAL, "m")
-    head = parse_head(Signer(b"key").encode(request, "host").removesuffix(b"\r\n\r\n"))
-    assert Signer(b"key").decode(head) == request
+    assert Signer(b"key").verify(Signer(b"key").sign(request)) == request
 
 
 def test_a_connection_over_the_limit_is_asked_to_retry(server: tuple[Server, str], file: File) -> None:
@@ -320,7 +320,7 @@ def test_a_connection_over_the_limit_is_asked_to_retry(server: tuple[Server, str
         thread.join()
 
 
-@pytest.mark.parametrize("said", [b"", b"GET /v1/hel"])
+@pytest.mark.parametrize("said", [b"", HELLO[:-1]])
 def test_connections_that_say_nothing_keep_no_node_out(server: tuple[Server, str], said: bytes) -> None:
     with contextlib.ExitStack() as held:
         for _ in range(2 * MAX_CONNECTIONS):
@@ -349,6 +349,7 @@ def test_a_head_by_drops_ends_its_connection(server: tuple[Server, str], monkeyp
 
 def drip(listening: socket.socket) -> None:
     with listening.accept()[0] as sock, contextlib.suppress(OSError):
+        sock.sendall((1000).to_bytes(4))
         while True:
             sock.sendall(b"x")
             time.sleep(0.05)
@@ -379,17 +380,13 @@ def test_a_server_closes_a_connection_that_stands_still(
     server: tuple[Server, str], monkeypatch: pytest.MonkeyPatch, asks: bool
 ) -> None:
     monkeypatch.setattr("bootseer.peers.server._IDLE_S", 0.2)
-    hello = b"GET /v1/hello HTTP/1.1\r\nBootseer-Nonce: " + b"0" * 32 + b"\r\n\r\n"
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.connect(("127.0.0.1", int(server[1].rpartition(":")[2])))
-        sock.sendall(hello)
         with sock.makefile("rb") as received:
-            head = answer(received)
-            assert head is not None
+            _, signer = greet(sock, received)
             if asks:
-                signer = Signer.of(SECRET, "0" * 32, head.fields["bootseer-nonce"])
-                sock.sendall(signer.encode(Request(FILE, 0, len(DATA), Level.GLOBAL, ""), "n"))
+                sock.sendall(framed(signer.sign(Request(FILE, 0, len(DATA), Level.GLOBAL, ""))))
             until(lambda: not server[0]._connections)
     assert server[0].served.bytes_sent == 0
 
@@ -479,12 +476,7 @@ def test_a_limit_is_kept(server: tuple[Server, str]) -> None:
 def test_a_server_without_the_jobs_secret_is_not_asked(server: tuple[Server, str]) -> None:
     """And a client without it is refused with 403, whatever it signs."""
     with socket.create_connection(server[1].rsplit(":", 1), 5) as sock, sock.makefile("rb") as received:
-        sock.sendall(b"GET /v1/hello HTTP/1.1\r\nBootseer-Nonce: " + b"0" * 32 + b"\r\n\r\n")
-        head = answer(received)
-        assert head is not None
-        assert head.fields["bootseer-proof"] != Signer.of(b"x" * 32, "0" * 32, head.fields["bootseer-nonce"]).proof("")
-        foreign = Signer.of(b"x" * 32, "0" * 32, head.fields["bootseer-nonce"])
-        sock.sendall(foreign.encode(Request(FILE, 0, 10, Level.RACK, ""), "h"))
-        refused = answer(received)
-        assert refused is not None
-        assert refused.first[0] == "403"
+        welcome, foreign = greet(sock, received, b"x" * 32)
+        assert welcome.proof != foreign.proof("")
+        sock.sendall(framed(foreign.sign(Request(FILE, 0, 10, Level.RACK, ""))))
+        assert answer(received) == Answer(403)

@@ -283,8 +283,8 @@ def test_the_owner_of_a_checkpoint_answers_also_when_its_own_copy_was_evicted(in
         files.release_all()
         assert cache.prune(0).evicted
         first, second = (Question(index.identity, 0, 1, name, True) for name in "ab")
-        assert client.ask(address, first, 5.0) == {}
-        assert client.ask(address, second, 5.0) == {"a": 1}
+        assert client.ask(address, first, 5.0).readers == {}
+        assert client.ask(address, second, 5.0).readers == {"a": 1}
 
 
 def test_a_disk_that_is_full_for_a_while_ends_no_service(node: Node, tmp_path: Path) -> None:

@@ -16,15 +16,14 @@ from bootseer.io.deadline import connect
 from bootseer.io.idle import IdleConnections
 from bootseer.peers.connection import Connection, tls_contexts
 from bootseer.peers.health import Health
-from bootseer.peers.protocol import HELLO, Head, Question, Request, Signer, parse_readers
-from bootseer.peers.readiness import Readiness, StartReport
+from bootseer.peers.protocol import ANSWER, WELCOME, Answer, Hello, Message, Question, Request, Signer, Welcome
+from bootseer.peers.readiness import StartReport
 
 _CONNECT_S: Final = 2.0
 _KEEP_IDLE_S: Final = 25.0
 """Servers close idle connections after 30 s."""
 _MAX_IDLE: Final = 2
 """Idle connections to one peer."""
-_MAX_READERS: Final = 1 << 14
 _MAX_INTERIM: Final = 10_000
 """Limit of interim responses, of which there are ten per second."""
 
@@ -124,9 +123,9 @@ class Client:
         serve, `AccessError` when it rejects the secret.
         """
         connect_s = min(on_progress(0), _CONNECT_S)
-        connection, head = self._begin(address, request, connect_s, lambda: on_progress(0))
+        connection, answer = self._begin(address, request, connect_s, lambda: on_progress(0))
         try:
-            self._wait_for_body(connection, head, request.length, on_progress)
+            self._wait_for_body(connection, answer, request.length, on_progress)
             for part in parts:
                 remaining = part
                 while remaining:
@@ -149,62 +148,43 @@ class Client:
         self._idle.give(address, connection)
         return name
 
-    def ask(self, address: str, question: Question, timeout_s: float) -> dict[str, int]:
-        """The nodes to get blocks from, by name, and the blocks as bits. Raises like `read`."""
-        return parse_readers(self._answer(address, question, timeout_s))
-
-    def report(self, address: str, report: StartReport, timeout_s: float) -> Readiness:
-        """Report this node's stage; returns the readiness of all nodes. Raises like `read`."""
-        return Readiness.of(self._answer(address, report, timeout_s))
-
-    def _answer(self, address: str, question: Question | StartReport, timeout_s: float) -> bytes:
-        connection, received = self._begin(address, question, min(timeout_s, _CONNECT_S), lambda: timeout_s)
+    def ask(self, address: str, request: Question | StartReport, timeout_s: float) -> Answer:
+        """The answer to a question, or to a report of this node's stage. Raises like `read`."""
+        connection, received = self._begin(address, request, min(timeout_s, _CONNECT_S), lambda: timeout_s)
         try:
-            head = _checked(received, connection.peer)
-            length = head.fields.get("content-length", "")
-            if head.first[0] != "200" or not (length.isascii() and length.isdecimal() and int(length) <= _MAX_READERS):
-                raise CorruptError(f"{connection.peer} answers {head.first[0]} {head.first[1]}")
-            body, until_s = memoryview(bytearray(int(length))), connection.until_s()
-            remaining = body
-            while remaining:
-                connection.check(until_s)
-                remaining = remaining[connection.read_some(remaining) :]
+            answer = _checked(received, connection.peer, 200, 0)
         except BaseException:
             _drop(connection)
             raise
         self._idle.give(address, connection)
-        return bytes(body)
+        return answer
 
     def close(self) -> None:
         self._idle.close()
 
     def _begin(
-        self, address: str, request: Request | Question | StartReport, connect_s: float, timeout_s: Callable[[], float]
-    ) -> tuple[Connection, Head | None]:
-        """Send a request; returns its connection and the first head of the response, None if the server closed it."""
+        self, address: str, request: Message, connect_s: float, timeout_s: Callable[[], float]
+    ) -> tuple[Connection, Answer | None]:
+        """Send a request; returns its connection and the first answer, None if the server closed it."""
         while (connection := self._idle.take(address)) is not None:
             if not _is_closed(connection.sock):
-                head = _exchange(connection, request, timeout_s)
-                if head is not None:
-                    return connection, head
+                answer = _exchange(connection, request, timeout_s)
+                if answer is not None:
+                    return connection, answer
             connection.close()  # by the server, to make room for another node, perhaps just when it was used again
         connection, _ = self._connect(address, connect_s)
         return connection, _exchange(connection, request, timeout_s)
 
     def _wait_for_body(
-        self, connection: Connection, received: Head | None, length: int, on_progress: Callable[[int], float]
+        self, connection: Connection, answer: Answer | None, length: int, on_progress: Callable[[int], float]
     ) -> None:
-        previous = ""
+        num_ready = -1
         for _ in range(_MAX_INTERIM):
-            head = _checked(received, connection.peer)
-            if head.first[0] != "102":
+            if answer is None or answer.status != 102:
                 break
-            has = head.fields.get("bootseer-ready", "")
-            connection.sock.settimeout(on_progress(0 if has != previous else -1))
-            previous = has
-            received = connection.read_head()
-        if head.first[0] != "206" or head.fields.get("content-length") != str(length):
-            raise CorruptError(f"{connection.peer} answers {head.first[0]} {head.first[1]}")
+            connection.sock.settimeout(on_progress(0 if answer.num_ready != num_ready else -1))
+            num_ready, answer = answer.num_ready, connection.receive(ANSWER)
+        _checked(answer, connection.peer, 206, length)
 
     def _connect(self, address: str, timeout_s: float) -> tuple[Connection, str]:
         host, _, port = address.rpartition(":")
@@ -219,17 +199,16 @@ class Client:
                 sock.close()
                 raise UnreachableError(f"{address}: no TLS with this job's certificate: {error}") from error
         connection = Connection(sock, address, timeout_s)
-        nonce = secrets.token_hex(16)
+        nonce = secrets.token_bytes(16)
         try:
-            connection.send(f"GET {HELLO} HTTP/1.1\r\nHost: {address}\r\nBootseer-Nonce: {nonce}\r\n\r\n".encode())
-            head = connection.read_head()
-            if head is None or head.first[0] == "429":
+            connection.send(Hello(nonce))
+            welcome = connection.receive(WELCOME)
+            if not isinstance(welcome, Welcome):
                 raise TransientError(f"{address} has too many connections", retry_after_s=1.0)
-            connection.signer = Signer.of(self._secret, nonce, head.fields.get("bootseer-nonce", ""))
-            name, proof = head.fields.get("bootseer-name", ""), head.fields.get("bootseer-proof", "")
-            if not hmac.compare_digest(proof.encode(), connection.signer.proof(name).encode()):
+            connection.signer = Signer.of(self._secret, nonce, welcome.nonce)
+            if not hmac.compare_digest(welcome.proof, connection.signer.proof(welcome.name)):
                 raise AccessError(f"{address} does not know this job's secret")
-            return connection, name
+            return connection, welcome.name
         except CorruptError as error:  # another program's port: it has not proved knowledge of the secret
             sock.close()
             raise AccessError(f"{address} is not a node of this job: {error}") from error
@@ -238,14 +217,12 @@ class Client:
             raise
 
 
-def _exchange(
-    connection: Connection, request: Request | Question | StartReport, timeout_s: Callable[[], float]
-) -> Head | None:
-    """Send a request; returns the first head of the response, None if the server has closed the connection."""
+def _exchange(connection: Connection, request: Message, timeout_s: Callable[[], float]) -> Answer | None:
+    """Send a request; returns the first answer, None if the server has closed the connection."""
     try:
         connection.sock.settimeout(timeout_s())
-        connection.send(connection.signer.encode(request, connection.peer))
-        return connection.read_head()
+        connection.send(connection.signer.sign(request))
+        return connection.receive(ANSWER)
     except BaseException:
         _drop(connection)
         raise
@@ -258,20 +235,22 @@ def _drop(connection: Connection) -> None:
     connection.sock.close()
 
 
-def _checked(head: Head | None, peer: str) -> Head:
-    """The head of a response that is not an error."""
-    if head is None:
+def _checked(answer: Answer | None, peer: str, status: int, length: int) -> Answer:
+    """The answer if it is of this status, with so many bytes that follow."""
+    if answer is None:
         raise TransientError(f"{peer} closed the connection")
-    match head.first[0]:
-        case "403":
+    match answer.status:
+        case 403:
             raise AccessError(f"{peer} does not accept this job's secret")
-        case "404" | "416":
+        case 404 | 416:
             raise NotFoundError(f"{peer} does not serve this file")
-        case "429":
+        case 429:
             raise TransientError(f"{peer} has too many connections", retry_after_s=1.0)
-        case "503":
+        case 503:
             raise FillFailedError(f"{peer} could not get it")
-    return head
+    if (answer.status, answer.length) != (status, length):
+        raise CorruptError(f"{peer} answers {answer.status} with {answer.length} bytes")
+    return answer
 
 
 def _is_closed(sock: socket.socket) -> bool:

@@ -120,7 +120,7 @@ class PeerGroup:
                 watch = Watch(self.health, self.lock, owner.name, 0)
             problem: BootseerError | None = None
             try:
-                return self.client.ask(owner.addresses[0], question, ANSWER_S)
+                return self.client.ask(owner.addresses[0], question, ANSWER_S).readers
             except BootseerError as error:
                 problem = error
                 _LOG.debug("%s does not say which nodes have blocks: %s", owner.name, error)

@@ -1,25 +1,13 @@
-"""The protocol between peers: HTTP/1.1 requests for ranges of block files, signed with the job's secret.
+"""The protocol between peers: messages in MessagePack, each behind its length, signed with the job's secret.
 
-A connection starts with `GET /v1/hello`, in which both sides send a nonce; the connection's key is the HMAC of both
-under the job's secret. The server sends its name and proves knowledge of the secret. Each request then carries an
-increasing number and an HMAC of its significant fields. So requests cannot be replayed, on this or another connection,
-without synchronized clocks or a memory of nonces. Responses are not signed: receivers verify the digest of each block.
+    `Hello` -> `Welcome`                        both sides send a nonce; the server proves knowledge of the secret
+    `Signed` `Request` -> `Answer`s             for a range of a block file; its bytes follow the answer 206
+    `Signed` `Question` -> `Answer`             which nodes read or have blocks: see `readers`
+    `Signed` `StartReport` -> `Answer`          which nodes are ready for their command: see `readiness`
 
-    GET /v1/files/IDENTITY HTTP/1.1             IDENTITY: of the file's index
-    Range: bytes=FIRST-LAST                     of the uncompressed file, in whole blocks
-    Bootseer-Level: rack | global | held        what the owner may do when it has not got them
-    Bootseer-Sender: NAME                       of the requesting node; empty if it serves nothing
-    Authorization: Bootseer NUMBER MAC
-
-    GET /v1/readers/IDENTITY/FIRST/BITS         which nodes read or have these blocks: see `readers`
-    Bootseer-Sender: NAME [keeps]
-    Bootseer-Without: NAME
-
-    GET /v1/start                               which nodes are ready for their command: see `readiness`
-
-    102 Processing                              the owner waits for the store; again every 0.1 s
-    Bootseer-Ready: NUMBER                      blocks of the file that it has by now
-    206 Partial Content, 403, 404, 416, 429, 503
+The connection's key is the HMAC of both nonces under the job's secret. Each request carries an increasing number and an
+HMAC of the number and the message. So requests cannot be replayed, on this or another connection, without synchronized
+clocks or a memory of nonces. Responses are not signed: receivers verify the digest of each block.
 
 Decides and touches nothing.
 """
@@ -27,188 +15,156 @@ Decides and touches nothing.
 from __future__ import annotations
 
 import hmac
-import re
-from typing import Final, NamedTuple
+from typing import Annotated, Final, TypeVar
 
-from msgspec import Struct, field
+import msgspec
+from msgspec import Meta, Struct
+from msgspec.msgpack import Decoder, encode
 
-from bootseer.blocks.index import MAX_BLOCK_SIZE, is_identity
+from bootseer.blocks.index import MAX_BLOCK_SIZE
 from bootseer.errors import CorruptError
 from bootseer.peers.choice import Level
-from bootseer.peers.readiness import TARGET, StartReport
+from bootseer.peers.readiness import Readiness, StartReport
 
-MAX_HEAD: Final = 4096
+MAX_MESSAGE: Final = 1 << 14
 MAX_RANGE: Final = 4 << 20
 """Of a request for several blocks; a single block may be larger."""
-HELLO: Final = "/v1/hello"
-_FILES: Final = "/v1/files/"
-_READERS: Final = "/v1/readers/"
-_NONCE: Final = re.compile(r"[0-9a-f]{32}")
-_BLOCKS: Final = re.compile(r"([0-9a-f]{64})/([0-9]{1,9})/([0-9a-f]{1,8})")
-_SENDER: Final = re.compile(r"([!-~]{1,255})( keeps)?")
-_RANGE: Final = re.compile(r"bytes=(\d{1,18})-(\d{1,18})")
-REASONS: Final = {
-    102: "Processing", 200: "OK", 206: "Partial Content", 400: "Bad Request", 403: "Forbidden", 404: "Not Found",
-    416: "Range Not Satisfiable", 429: "Too Many Requests", 503: "Service Unavailable",
-}  # fmt: skip
+SIZE_BYTES: Final = 4
+"""Of the length in front of a message."""
+_Identity = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+_Name = Annotated[str, Meta(pattern=r"\A[!-~]{1,255}\Z")]
+_NameOrNone = Annotated[str, Meta(pattern=r"\A[!-~]{0,255}\Z")]
+_Nonce = Annotated[bytes, Meta(min_length=16, max_length=16)]
+T = TypeVar("T")
 
 
-class Head(NamedTuple):
-    """First line and fields of a request or an answer; the names of fields in lower case."""
+class Hello(Struct, frozen=True, tag=True):
+    """The first message of a client."""
 
-    first: tuple[str, str]
-    """Method and target of a request; status and reason of an answer."""
-    fields: dict[str, str]
+    nonce: _Nonce
 
 
-class Request(Struct, frozen=True):
+class Welcome(Struct, frozen=True, tag=True):
+    """The answer to it."""
+
+    nonce: _Nonce
+    name: str
+    """Of the server's node."""
+    proof: bytes
+
+
+class Request(Struct, frozen=True, tag=True):
     """A range of a block file."""
 
-    file: str
-    start: int
-    length: int
+    file: _Identity
+    """Of the file's index."""
+    start: Annotated[int, Meta(ge=0, lt=1 << 60)]
+    """In the uncompressed file; the range consists of whole blocks."""
+    length: Annotated[int, Meta(ge=1, le=MAX_BLOCK_SIZE)]
     level: Level
-    sender: str = ""
+    """What the owner may do when it has not got them."""
+    sender: _NameOrNone = ""
     """The name of the requesting node; empty if it serves nothing."""
 
-    @property
-    def lines(self) -> str:
-        """The first lines of the request, which are signed."""
-        return (
-            f"GET {_FILES}{self.file} HTTP/1.1\r\nRange: bytes={self.start}-{self.start + self.length - 1}\r\n"
-            f"Bootseer-Level: {self.level}\r\nBootseer-Sender: {self.sender}\r\n"
-        )
 
-    @classmethod
-    def of(cls, head: Head) -> Request:
-        """Raises `CorruptError`."""
-        method, target = head.first
-        found = _RANGE.fullmatch(head.fields.get("range", ""))
-        identity = target.removeprefix(_FILES)
-        level = head.fields.get("bootseer-level", "")
-        if method != "GET" or not is_identity(identity) or found is None or level not in set(Level):
-            raise CorruptError("malformed request of a peer")
-        start, last = int(found[1]), int(found[2])
-        if not start <= last < start + MAX_BLOCK_SIZE:
-            raise CorruptError("a peer asks for more than it may at once")
-        return cls(identity, start, last - start + 1, Level(level), head.fields.get("bootseer-sender", ""))
-
-
-class Question(Struct, frozen=True):
+class Question(Struct, frozen=True, tag=True):
     """Which nodes read or have blocks of a file."""
 
-    file: str
-    first: int
-    blocks: int
+    file: _Identity
+    first: Annotated[int, Meta(ge=0, lt=10**9)]
+    blocks: Annotated[int, Meta(ge=0, lt=1 << 32)]
     """Bits: number 0 is block `first`."""
-    sender: str
+    sender: _Name
     """The name of the requesting node, which reads the blocks that no other node reads."""
     keeps: bool
     """Whether it caches and serves them."""
-    without: str = ""
+    without: _NameOrNone = ""
     """A node named before that did not send them."""
 
-    @property
-    def lines(self) -> str:
-        """As in `Request`."""
-        return (
-            f"GET {_READERS}{self.file}/{self.first}/{self.blocks:x} HTTP/1.1\r\n"
-            f"Bootseer-Sender: {self.sender}{' keeps' * self.keeps}\r\nBootseer-Without: {self.without}\r\n"
-        )
 
-    @classmethod
-    def of(cls, head: Head) -> Question:
-        """Raises `CorruptError`."""
-        found = _BLOCKS.fullmatch(head.first[1].removeprefix(_READERS))
-        sender = _SENDER.fullmatch(head.fields.get("bootseer-sender", ""))
-        if found is None or sender is None:
-            raise CorruptError("malformed request of a peer")
-        without = head.fields.get("bootseer-without", "")
-        return cls(found[1], int(found[2]), int(found[3], 16), sender[1], bool(sender[2]), without)
+Message = Request | Question | StartReport
+
+
+class Signed(Struct, frozen=True, tag=True):
+    """A client's request."""
+
+    number: Annotated[int, Meta(ge=0, lt=1 << 60)]
+    mac: bytes
+    message: bytes
+
+
+class Answer(Struct, frozen=True, tag=True, omit_defaults=True):
+    """A server's answer."""
+
+    status: int
+    """As of HTTP: 102, 200, 206, 403, 404, 416, 429 or 503. 102: the owner waits for the store; again every 0.1 s."""
+    length: int = 0
+    """Of the bytes that follow."""
+    num_ready: int = 0
+    """With 102, the blocks of the file that the owner has by now."""
+    readers: dict[str, Annotated[int, Meta(ge=0)]] = {}
+    """The nodes to get blocks from, by name, and the blocks as bits."""
+    readiness: Readiness = Readiness(0, {})
+
+
+# Made at the import, because msgspec crashes the process if threads do so at the same time (`artifact.document`).
+HELLO, SIGNED, ANSWER = Decoder(Hello), Decoder(Signed), Decoder(Answer)
+WELCOME: Final = Decoder(Welcome | Answer)
+"""An answer instead of a welcome: 429."""
+_MESSAGE: Final[Decoder[Message]] = Decoder(Message)
 
 
 class Signer(Struct):
     """Signs or verifies the requests of one connection. Each side has its own."""
 
     key: bytes
-    number: int = field(default=0)
+    number: int = 0
 
     @classmethod
-    def of(cls, secret: bytes, client_nonce: str, server_nonce: str) -> Signer:
-        """For a connection with these nonces. Raises `CorruptError` for an invalid nonce."""
-        for nonce in (client_nonce, server_nonce):
-            if not _NONCE.fullmatch(nonce):
-                raise CorruptError("malformed nonce of a peer")
-        return cls(hmac.digest(secret, f"bootseer peers 1\n{client_nonce}\n{server_nonce}".encode(), "sha256"))
+    def of(cls, secret: bytes, client_nonce: bytes, server_nonce: bytes) -> Signer:
+        """For a connection with these nonces."""
+        return cls(hmac.digest(secret, b"bootseer peers 2\n" + client_nonce + server_nonce, "sha256"))
 
-    def proof(self, name: str) -> str:
+    def proof(self, name: str) -> bytes:
         """The proof that a server of this name knows the secret."""
-        return hmac.digest(self.key, f"served by {name}".encode(), "sha256").hex()
+        return hmac.digest(self.key, f"served by {name}".encode(), "sha256")
 
-    def encode(self, request: Request | Question | StartReport, host: str) -> bytes:
+    def sign(self, message: Message) -> Signed:
         self.number += 1
-        return (
-            f"{request.lines}Host: {host}\r\n"
-            f"Authorization: Bootseer {self.number} {self._mac(self.number, request)}\r\n\r\n"
-        ).encode()
+        data = encode(message)
+        return Signed(self.number, self._mac(self.number, data), data)
 
-    def decode(self, head: Head) -> Request | Question | StartReport | None:
-        """Parse and verify a client's request; None if it is not signed or was sent before.
-
-        Raises `CorruptError` when it is malformed.
-        """
-        request: Request | Question | StartReport
-        if head.first[0] == "GET" and head.first[1].startswith(_READERS):
-            request = Question.of(head)
-        elif head.first == ("GET", TARGET):
-            request = StartReport.of(head.fields)
-        else:
-            request = Request.of(head)
-        number, _, mac = head.fields.get("authorization", "").removeprefix("Bootseer ").partition(" ")
-        if not (number.isascii() and number.isdecimal() and len(number) < 19 and int(number) > self.number):
+    def verify(self, signed: Signed) -> Message | None:
+        """A client's request; None if it is not signed or was sent before. Raises `CorruptError` when it is
+        malformed."""
+        if signed.number <= self.number:
             return None
-        if not hmac.compare_digest(mac.encode(), self._mac(int(number), request).encode()):
+        if not hmac.compare_digest(signed.mac, self._mac(signed.number, signed.message)):
             return None
-        self.number = int(number)
-        return request
+        self.number = signed.number
+        return decode(_MESSAGE, signed.message)
 
-    def _mac(self, number: int, request: Request | Question | StartReport) -> str:
-        return hmac.digest(self.key, f"{number}\n{request.lines}".encode(), "sha256").hex()
-
-
-def encode_readers(found: dict[str, int]) -> bytes:
-    """The body of the response to a `Question`: a node and its blocks per line."""
-    return "".join(f"{name}\t{blocks:x}\n" for name, blocks in found.items()).encode()
+    def _mac(self, number: int, data: bytes) -> bytes:
+        return hmac.digest(self.key, b"%d\n%s" % (number, data), "sha256")
 
 
-def parse_readers(body: bytes) -> dict[str, int]:
+def framed(message: Hello | Welcome | Signed | Answer) -> bytes:
+    """A message as it is sent."""
+    data = encode(message)
+    return len(data).to_bytes(SIZE_BYTES) + data
+
+
+def framed_bytes(received: bytes) -> int:
+    """How many bytes of a connection belong to the next message, as far as known. Raises `CorruptError`."""
+    size = int.from_bytes(received[:SIZE_BYTES]) if len(received) >= SIZE_BYTES else 0
+    if size > MAX_MESSAGE:
+        raise CorruptError(f"a message is longer than {MAX_MESSAGE} bytes, or not one of a peer")
+    return SIZE_BYTES + size
+
+
+def decode(kind: Decoder[T], data: bytes) -> T:
+    """Parse a message. Raises `CorruptError`."""
     try:
-        lines = [line.split("\t") for line in body.decode().splitlines()]
-        return {name: int(blocks, 16) for name, blocks in lines}
-    except ValueError as error:
-        raise CorruptError("malformed answer of a peer") from error
-
-
-def encode_answer(status: int, length: int = 0, fields: str = "") -> bytes:
-    """The head of a response; `fields` are whole lines. An interim response (1xx) has no length."""
-    size = "" if status < 200 else f"Content-Length: {length}\r\n"
-    return f"HTTP/1.1 {status} {REASONS[status]}\r\n{size}{fields}\r\n".encode()
-
-
-def parse_head(data: bytes) -> Head:
-    """Parse a head without its final empty line. Raises `CorruptError`."""
-    lines = data.decode("latin-1").split("\r\n")
-    words = lines[0].split(" ", 2)
-    if len(words) == 3 and words[2] == "HTTP/1.1":
-        first = (words[0], words[1])
-    elif len(words) >= 2 and words[0] == "HTTP/1.1" and re.fullmatch(r"[1-5]\d\d", words[1]):
-        first = (words[1], words[2] if len(words) == 3 else "")
-    else:
-        raise CorruptError("a peer does not use HTTP/1.1")
-    fields = {}
-    for line in lines[1:]:
-        name, colon, value = line.partition(":")
-        if not colon:
-            raise CorruptError("malformed field in the head of a peer's message")
-        fields[name.strip().lower()] = value.strip()
-    return Head(first, fields)
+        return kind.decode(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise CorruptError(f"a malformed message of a peer: {error}") from error

@@ -1,53 +1,30 @@
 """Which nodes of a job are ready for their command: each reports to one of them, the collector.
 
 The collector is the first by name of the responding nodes. Nodes whose lists differ for a moment report to different
-ones, and soon to the same one: each repeats its report, a ready node less often.
-
-    GET /v1/start HTTP/1.1
-    Bootseer-Sender: NAME
-    Bootseer-Stage: STAGE | ready               the stage that its start is in
-
-The response is JSON: {"ready": NUMBER, "others": {NAME: [STAGE, SECONDS SINCE ITS LAST REPORT], ...}}, with the first
-few of the other nodes by name, those without a report, of stage "", last. Decides and touches nothing.
+ones, and soon to the same one: each repeats its report, a ready node less often. Decides and touches nothing.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from bootseer.errors import CorruptError
 
-TARGET: Final = "/v1/start"
 READY: Final = "ready"
-_NAME: Final = re.compile(r"[!-~]{1,255}")
-_STAGE: Final = re.compile(r"[\w.-]{1,100}", re.ASCII)
 _MAX_NODES: Final = 20_000
 _MAX_LISTED: Final = 20
 
 
-class StartReport(Struct, frozen=True):
+class StartReport(Struct, frozen=True, tag=True):
     """A node's stage of its start."""
 
-    sender: str
-    stage: str
-
-    @property
-    def lines(self) -> str:
-        """The first lines of the request."""
-        return f"GET {TARGET} HTTP/1.1\r\nBootseer-Sender: {self.sender}\r\nBootseer-Stage: {self.stage}\r\n"
-
-    @classmethod
-    def of(cls, fields: dict[str, str]) -> StartReport:
-        """From the fields of a request. Raises `CorruptError`."""
-        sender, stage = fields.get("bootseer-sender", ""), fields.get("bootseer-stage", "")
-        if not _NAME.fullmatch(sender) or not _STAGE.fullmatch(stage):
-            raise CorruptError("malformed report of a node's start")
-        return cls(sender, stage)
+    sender: Annotated[str, Meta(pattern=r"\A[!-~]{1,255}\Z")]
+    stage: Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_.-]{1,100}\Z")]
+    """The stage that its start is in, or `ready`."""
 
 
 class Readiness(Struct, frozen=True, omit_defaults=True):
@@ -55,12 +32,13 @@ class Readiness(Struct, frozen=True, omit_defaults=True):
 
     ready: int
     others: dict[str, tuple[str, float]]
+    """The first few by name; those without a report, of stage "", are last."""
     nodes: int = 0
     """How many nodes are listed."""
 
     @classmethod
     def of(cls, body: bytes) -> Readiness:
-        """Parse the response of `RollCall.answer`. Raises `CorruptError`."""
+        """Parse JSON. Raises `CorruptError`."""
         try:
             return _READINESS.decode(body)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: text that is not UTF-8
@@ -93,7 +71,7 @@ class RollCall:
         self._stages: dict[str, tuple[str, float]] = {}
         self._listed: Collection[str] = ()
 
-    def answer(self, report: StartReport, listed: Collection[str], now_s: float) -> bytes:
+    def answer(self, report: StartReport, listed: Collection[str], now_s: float) -> Readiness:
         """Record a report. Returns the state of all nodes, including `listed` ones without a report."""
         if report.sender in self._stages or len(self._stages) < _MAX_NODES:
             self._stages[report.sender] = report.stage, now_s
@@ -106,4 +84,4 @@ class RollCall:
         late = sorted((name, (stage, now_s - at_s)) for name, (stage, at_s) in self._stages.items() if stage != READY)
         num_ready = len(self._stages) - len(late)
         late += sorted((name, ("", 0.0)) for name in listed if name not in self._stages)
-        return msgspec.json.encode(Readiness(num_ready, dict(late[:_MAX_LISTED])))
+        return Readiness(num_ready, dict(late[:_MAX_LISTED]))

@@ -19,18 +19,21 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
+
+from msgspec.msgpack import Decoder
 
 from bootseer.errors import BootseerError, CorruptError, NotFoundError, TransientError
 from bootseer.io.executor import Executor
 from bootseer.logs import logger
 from bootseer.peers.choice import Level
 from bootseer.peers.connection import Connection, tls_contexts
-from bootseer.peers.protocol import HELLO, Head, Question, Request, Signer, encode_answer, encode_readers
+from bootseer.peers.protocol import HELLO, SIGNED, Answer, Question, Request, Signer, Welcome, framed
 from bootseer.peers.readers import CachedContent, Readers
-from bootseer.peers.readiness import RollCall, StartReport
+from bootseer.peers.readiness import Readiness, RollCall, StartReport
 
 _LOG = logger(__name__)
+T = TypeVar("T")
 MAX_CONNECTIONS: Final = 32
 _IDLE_S: Final = 30.0
 FILLING_EVERY_S: Final = 0.1
@@ -134,7 +137,7 @@ class Server:
             self._max_rate = max_rate
             self._pace()
 
-    def answer_readiness(self, report: StartReport) -> bytes:
+    def answer_readiness(self, report: StartReport) -> Readiness:
         """Record a node's report; returns the readiness of all nodes."""
         with self._lock:
             return self._roll.answer(report, self.listed, time.monotonic())
@@ -192,7 +195,7 @@ class Server:
             self.served.refused += 1
         with sock, contextlib.suppress(OSError):
             sock.settimeout(0.1)
-            sock.sendall(encode_answer(429))
+            sock.sendall(framed(Answer(429)))
 
     def _pace(self) -> None:
         """Divide the rate among the connections that send. Under the lock."""
@@ -207,16 +210,15 @@ class Server:
         try:
             with connection.sock:
                 signer = self._greet(connection)
-                while signer is not None and (head := self._next_head(connection)) is not None:
-                    request = signer.decode(head)
+                while signer is not None and (signed := self._next_message(connection, SIGNED)) is not None:
+                    request = signer.verify(signed)
                     if request is None:
-                        connection.send(encode_answer(403))
+                        connection.send(Answer(403))
                         return
                     if isinstance(request, Question):
                         self._tell_readers(connection, request)
                     elif isinstance(request, StartReport):
-                        body = self.answer_readiness(request)
-                        connection.send(encode_answer(200, len(body)) + body)
+                        connection.send(Answer(200, readiness=self.answer_readiness(request)))
                     else:
                         self._answer(connection, request)
         except CorruptError as error:
@@ -227,11 +229,11 @@ class Server:
             with self._lock:
                 self._connections.discard(connection.sock)
 
-    def _next_head(self, connection: Connection) -> Head | None:
+    def _next_message(self, connection: Connection, kind: Decoder[T]) -> T | None:
         with self._lock:
             self._idle[connection.sock] = None
         try:
-            return connection.read_head()
+            return connection.receive(kind)
         finally:
             with self._lock:
                 self._idle.pop(connection.sock, None)
@@ -248,18 +250,12 @@ class Server:
             sock.shutdown(socket.SHUT_RDWR)
 
     def _greet(self, connection: Connection) -> Signer | None:
-        head = self._next_head(connection)
-        if head is None:
+        hello = self._next_message(connection, HELLO)
+        if hello is None:
             return None
-        if head.first != ("GET", HELLO):
-            connection.send(encode_answer(400))
-            return None
-        nonce = secrets.token_hex(16)
-        signer = Signer.of(self._secret, head.fields.get("bootseer-nonce", ""), nonce)
-        fields = (
-            f"Bootseer-Nonce: {nonce}\r\nBootseer-Name: {self._name}\r\nBootseer-Proof: {signer.proof(self._name)}\r\n"
-        )
-        connection.send(encode_answer(200, 0, fields))
+        nonce = secrets.token_bytes(16)
+        signer = Signer.of(self._secret, hello.nonce, nonce)
+        connection.send(Welcome(nonce, self._name, signer.proof(self._name)))
         return signer
 
     def _answer(self, connection: Connection, request: Request) -> None:
@@ -268,12 +264,12 @@ class Server:
         content = self._find_soon(connection, request.file)
         if content is None:
             self._on_unknown(request.file, request.sender)
-            connection.send(encode_answer(404))
+            connection.send(Answer(404))
         elif request.start + request.length > content.size_bytes:
-            connection.send(encode_answer(416))
+            connection.send(Answer(416))
         elif problem := self._wait(connection, content, request):
             _LOG.info("%s: not served: %s", connection.peer, problem)
-            connection.send(encode_answer(404 if isinstance(problem, NotFoundError) else 503))
+            connection.send(Answer(404 if isinstance(problem, NotFoundError) else 503))
         else:
             self._send(connection, content, request)
 
@@ -286,7 +282,7 @@ class Server:
                 self._first_asked_s.clear()
             until = self._first_asked_s.setdefault(file, time.monotonic()) + _SOON_S
         while content is None and self._soon and not self._closed and time.monotonic() < until:
-            connection.send(encode_answer(102))
+            connection.send(Answer(102))
             time.sleep(FILLING_EVERY_S)
             content = self._find(file)
         return content
@@ -298,8 +294,7 @@ class Server:
                 own = content.here(question.first, question.blocks)
         if isinstance(content, CachedContent) and question.sender == question.without == self._name:
             content.mark_unavailable(question.first, question.blocks)
-        body = encode_readers(self._readers.answer(question, own, self._name))
-        connection.send(encode_answer(200, len(body)) + body)
+        connection.send(Answer(200, readers=self._readers.answer(question, own, self._name)))
 
     def _wait(self, connection: Connection, content: Content, request: Request) -> BootseerError | None:
         """Wait for the range, and report that; returns the error if it cannot be had."""
@@ -309,7 +304,7 @@ class Server:
                 if self._closed:
                     raise TransientError("this node leaves")
                 if time.monotonic() >= report_s:
-                    connection.send(encode_answer(102, fields=f"Bootseer-Ready: {content.num_ready}\r\n"))
+                    connection.send(Answer(102, num_ready=content.num_ready))
                     report_s = time.monotonic() + FILLING_EVERY_S
         except BootseerError as problem:
             return problem
@@ -317,7 +312,7 @@ class Server:
 
     def _send(self, connection: Connection, content: Content, request: Request) -> None:
         with content.opened() as fd:
-            connection.send(encode_answer(206, request.length), more=True)
+            connection.send(Answer(206, request.length), more=True)
             sent = connection.send_file(fd, request.start, request.length)
         if sent != request.length:
             raise TransientError("the cached file is shorter than its index says")

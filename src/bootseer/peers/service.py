@@ -39,7 +39,7 @@ from bootseer.peers.names import HostsFile
 from bootseer.peers.origins import FilePeers, PeerGroup
 from bootseer.peers.protocol import Question
 from bootseer.peers.readers import CachedBlocks, CachedContent
-from bootseer.peers.readiness import READY, Readiness, StartReport
+from bootseer.peers.readiness import READY, StartReport
 from bootseer.peers.server import FILLING_EVERY_S, Content, Server
 from bootseer.store.open import open_store
 from bootseer.store.store import Store
@@ -289,9 +289,9 @@ class Service:
                     if own is not None and first.name == own.name and self._server is not None:
                         # Not over the network: the interface of its first address may be down.
                         self._server.listed = listed
-                        readiness = Readiness.of(self._server.answer_readiness(report))
+                        readiness = self._server.answer_readiness(report)
                     else:
-                        readiness = self._client.report(first.addresses[0], report, _HOLDER_S)
+                        readiness = self._client.ask(first.addresses[0], report, _HOLDER_S).readiness
                     self._job.write_readiness(replace(readiness, nodes=len(listed)))
                     if not readiness.others and stage == READY:
                         pause_s *= _READY_SELDOM
@@ -308,7 +308,7 @@ class Service:
         for peer in _RANDOM.sample(others, min(_HOLDERS, len(others))):
             question = Question(identity, first, sample, own.name, keeps=False)
             with contextlib.suppress(BootseerError):
-                found = self._client.ask(peer.addresses[0], question, _HOLDER_S)
+                found = self._client.ask(peer.addresses[0], question, _HOLDER_S).readers
                 if 2 * found.get(peer.name, 0).bit_count() >= sample.bit_count():
                     self._job.note_ahead(identity, peer.name)
 
