@@ -16,7 +16,7 @@ from bootseer.cache.cached_file import Progress
 from bootseer.cache.disk import CacheFull
 from bootseer.errors import BootseerError, TransientError
 from bootseer.fetch.block_reads import Reads, closed
-from bootseer.fetch.stats import FetchStats
+from bootseer.fetch.ledger import FetchStats
 from bootseer.io.executor import show_threads
 
 # `read_blocking` must return even if the clock thread has died.
