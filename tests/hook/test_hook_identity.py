@@ -101,7 +101,7 @@ def test_a_program_may_ask_the_finders_itself(run, tmp_path):
 
 
 def test_a_checkpoint_of_very_many_files_is_not_measured_file_by_file(tmp_path):
-    from bootseer.hook.reads import _describe_read
+    from bootseer.hook.marks import _describe_read
 
     describe = partial(_describe_read, "torch.distributed.checkpoint.load")
     for number in range(64):

@@ -11,22 +11,26 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import islice
 from types import ModuleType
 from typing import Any
 
 from bootseer.hook.connections import mark_stores
 from bootseer.hook.jax_steps import mark_jax
 from bootseer.hook.process_groups import mark_launcher, mark_process_group
-from bootseer.hook.reads import mark_reads
 from bootseer.hook.state import STAGE, active, begin, compiling, guarded
 from bootseer.hook.steps import mark_compilation, mark_outer_steps, mark_steps, without_forward_hook
-from bootseer.hook.wrap import replace, spanned
+from bootseer.hook.wrap import Describe, Picklable, replace, spanned
 from bootseer.trace.event import BEGIN, END, stage_name
 from bootseer.trace.tracer import Tracer
 
 FRAMEWORKS = ("torch", "jax")
 _LONG_IMPORT_NS = 100_000_000
+_MAX_FILES = 64
+"""No sizes are requested for larger checkpoints: a sharded one has files of each rank and is read by each rank, which
+would cost requests to the file server in proportion to the square of the number of ranks."""
 
 
 @guarded
@@ -112,6 +116,40 @@ def mark_cuda(cuda: ModuleType) -> None:
             state.recorder.device_begins()
 
     undo = replace(cuda, "_lazy_init", make)
+
+
+def _describe_read(api: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    attrs: dict[str, Any] = {"api": api}
+    for place in (*args[:1], *(kwargs.get(key) for key in ("f", "filename", "checkpoint_id"))):
+        if not isinstance(place, (str, os.PathLike)):
+            continue
+        path = os.fsdecode(place)
+        if os.path.isfile(path):
+            attrs["bytes"] = os.path.getsize(path)
+        elif os.path.isdir(path):
+            with os.scandir(path) as entries:
+                some = list(islice(entries, _MAX_FILES + 1))
+            if len(some) <= _MAX_FILES:
+                attrs["bytes"] = sum(entry.stat().st_size for entry in some if entry.is_file())
+    return attrs
+
+
+def mark_reads(*names: str, api: str) -> Callable[[ModuleType], None]:
+    """A function that marks calls of these functions of a module as `checkpoint_read`; `api` is the name in events.
+
+    A read within another one (DCP uses torch.load) is part of the outer one. File names are not recorded.
+    """
+
+    def mark(module: ModuleType) -> None:
+        for name in names:
+            describe = partial(_describe_read, f"{api}.{name}")
+
+            def make(original: Callable[..., Any], describe: Describe = describe) -> Picklable:
+                return Picklable(spanned(STAGE + "checkpoint_read", describe, original))
+
+            replace(module, name, make)
+
+    return mark
 
 
 def after_import_of() -> dict[str, Callable[[ModuleType], object]]:
