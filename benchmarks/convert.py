@@ -95,7 +95,7 @@ def _convert(layout: Path, store: Path, library: str) -> tuple[float, float]:
     from bootseer.image.conversion.convert import convert
     from bootseer.image.reference import parse_reference
     from bootseer.image.sources import decompress
-    from bootseer.image.sources.open import open_source
+    from bootseer.image.sources.source import open_source
     from bootseer.store.open import open_store
 
     found = decompress.gzip_module

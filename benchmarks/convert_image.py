@@ -28,8 +28,7 @@ def measure(quick: bool) -> Outcome:
     from bootseer.image.conversion.convert import convert
     from bootseer.image.reference import parse_reference
     from bootseer.image.sources.decompress import decompressed
-    from bootseer.image.sources.open import open_source
-    from bootseer.image.sources.source import SourceLayer, read_resumed
+    from bootseer.image.sources.source import SourceLayer, open_source, read_resumed
     from bootseer.store.open import open_store
 
     reference = os.environ.get("CONVERT_IMAGE")

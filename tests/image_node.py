@@ -24,7 +24,7 @@ import pytest
 from bootseer.image.conversion.convert import convert
 from bootseer.image.mounting.mounted import MountedImage
 from bootseer.image.reference import parse_reference
-from bootseer.image.sources.open import open_source, this_platform
+from bootseer.image.sources.source import open_source, this_platform
 from bootseer.mounts import kernel
 from bootseer.mounts.state import MountState, Runtime
 from bootseer.store.open import open_registry, open_store

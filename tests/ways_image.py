@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from bootseer.image.conversion.convert import convert
 from bootseer.image.mounting.request import Request
 from bootseer.image.reference import parse_reference
-from bootseer.image.sources.open import open_source, this_platform
+from bootseer.image.sources.source import open_source, this_platform
 from bootseer.mounts.state import Runtime
 from bootseer.store.open import open_store
 from busybox import CONFIG

@@ -17,7 +17,7 @@ import pytest
 
 import hadoop
 import hdfs_links
-from bootseer.image.sources.open import this_platform
+from bootseer.image.sources.source import this_platform
 from bootseer.mounts.kernel import mount_points
 from busybox import CONFIG
 from hdfs_links import links_missing

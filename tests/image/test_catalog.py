@@ -20,7 +20,7 @@ from bootseer.image.conversion.convert import convert
 from bootseer.image.conversion.layer import ConvertOptions
 from bootseer.image.document import ImageDocument, document_name
 from bootseer.image.reference import parse_reference
-from bootseer.image.sources.open import open_source
+from bootseer.image.sources.source import open_source
 from bootseer.io.locks import flocked
 from bootseer.store.file import FileStore
 from bootseer.store.open import open_registry, open_store

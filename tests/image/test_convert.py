@@ -28,8 +28,7 @@ from bootseer.image.document import ImageDocument
 from bootseer.image.mounting import resolve
 from bootseer.image.mounting.request import Request
 from bootseer.image.reference import parse_reference
-from bootseer.image.sources.open import open_source
-from bootseer.image.sources.source import ImageSource
+from bootseer.image.sources.source import ImageSource, open_source
 from bootseer.store.file import FileStore
 from bootseer.store.store import Store
 from oci_images import (
@@ -374,7 +373,7 @@ import sys
 from pathlib import Path
 from bootseer.image.conversion.convert import convert
 from bootseer.image.reference import parse_reference
-from bootseer.image.sources.open import open_source
+from bootseer.image.sources.source import open_source
 from bootseer.store.open import open_store
 def say(done, total):
     print("progress", done, flush=True)

@@ -27,7 +27,7 @@ from bootseer.image.conversion.layer_tree import LayerTree
 from bootseer.image.conversion.tar import Member
 from bootseer.image.document import ImageDocument
 from bootseer.image.reference import parse_reference
-from bootseer.image.sources.open import open_source
+from bootseer.image.sources.source import open_source
 from bootseer.store.store import Store
 from erofs_images import Facts, Tree, facts_of_folder, fsck, mounted, needs_root, overlaid
 from oci_images import (

@@ -30,7 +30,7 @@ from bootseer.image.conversion.layer import ConvertOptions
 from bootseer.image.mounting import methods, trial
 from bootseer.image.mounting.mount import mount_image
 from bootseer.image.reference import parse_reference
-from bootseer.image.sources.open import open_source
+from bootseer.image.sources.source import open_source
 from bootseer.machine.kernel import Trial
 from bootseer.mounts import kernel, shared_layers, user_namespace
 from bootseer.mounts.daemon import Daemon

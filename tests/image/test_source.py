@@ -21,9 +21,8 @@ from bootseer.image.conversion.convert import convert
 from bootseer.image.document import ImageDocument, document_name
 from bootseer.image.reference import parse_reference
 from bootseer.image.sources.manifest import Descriptor, Platform, choose
-from bootseer.image.sources.open import open_source
 from bootseer.image.sources.registry import _read_blob as read_blob
-from bootseer.image.sources.source import ImageSource, read_resumed
+from bootseer.image.sources.source import ImageSource, open_source, read_resumed
 from bootseer.store.oci import tag_of
 from bootseer.store.open import open_registry, open_store
 from erofs_images import facts_of_folder, needs_root

@@ -20,7 +20,7 @@ from bootseer.image.document import MAX_DOCUMENT_BYTES, document_name
 from bootseer.image.mounting.mount import mount_image
 from bootseer.image.mounting.request import Request
 from bootseer.image.reference import parse_reference
-from bootseer.image.sources.open import open_source, this_platform
+from bootseer.image.sources.source import open_source, this_platform
 from bootseer.mounts.layers import MountMethod
 from bootseer.store.open import open_store
 from image_node import Node, convert_box, have_converted, have_in_registry, push

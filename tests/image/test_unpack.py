@@ -18,7 +18,7 @@ from bootseer.erofs.writer import ROOT, ErofsWriter
 from bootseer.errors import CorruptError
 from bootseer.image.conversion.convert import convert
 from bootseer.image.reference import parse_reference
-from bootseer.image.sources.open import open_source
+from bootseer.image.sources.source import open_source
 from bootseer.store.open import open_store
 from erofs_images import needs_root
 from oci_images import device, directory, file, hard_link, layer, symlink, write_layout

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.image.sources.open import this_platform
+from bootseer.image.sources.source import this_platform
 from bootseer.io import proc
 from bootseer.launch import restart_request, supervise
 from bootseer.launch.restart import is_elastic

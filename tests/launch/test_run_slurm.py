@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from bootseer.image.sources.open import this_platform
+from bootseer.image.sources.source import this_platform
 from bootseer.report.inputs import sources
 from bootseer.report.log_scan import scan
 from bootseer.trace.event import Event

@@ -22,7 +22,7 @@ from bootseer.image.conversion.convert import convert as convert_image
 from bootseer.image.document import ImageDocument
 from bootseer.image.mounting.mounted import unmount
 from bootseer.image.reference import parse_reference
-from bootseer.image.sources.open import open_source
+from bootseer.image.sources.source import open_source
 from bootseer.mounts.state import Runtime
 from bootseer.snapshotter import lazy
 from bootseer.snapshotter.lazy import LazyImages, Settings

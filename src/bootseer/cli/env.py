@@ -72,7 +72,7 @@ def _check_setup(setup: str | None, requirements: Sequence[str]) -> None:
 
 def _image_digest(image: Request) -> str:
     """The digest of the image that a setup runs in."""
-    from bootseer.image.sources.open import open_source  # only this option needs it
+    from bootseer.image.sources.source import open_source  # only this option needs it
 
     with closing(open_source(image.reference, platform=image.platform, plain_http=image.plain_http)) as source:
         if not source.digest:

@@ -26,7 +26,7 @@ from bootseer.image.conversion.layer import ConvertOptions, LayerLimits
 from bootseer.image.conversion.new_images import Watch, lock_state
 from bootseer.image.reference import Reference, SourceKind, parse_reference, store_uri
 from bootseer.image.sources.manifest import Platform
-from bootseer.image.sources.open import open_source
+from bootseer.image.sources.source import open_source
 from bootseer.launch.interrupt import interruptible
 from bootseer.launch.supervise import say
 from bootseer.store.open import open_registry, open_store

@@ -24,7 +24,7 @@ from bootseer.image.catalog import IMAGES, images_in, read_document
 from bootseer.image.document import ImageDocument
 from bootseer.image.reference import Reference
 from bootseer.image.sources.manifest import Platform
-from bootseer.image.sources.open import this_platform
+from bootseer.image.sources.source import this_platform
 from bootseer.io.tasks import Tasks
 from bootseer.store.store import Store, is_content_name
 

@@ -28,8 +28,7 @@ from bootseer.image.document import ImageDocument
 from bootseer.image.mounting.metadata import Metadata
 from bootseer.image.mounting.request import Request
 from bootseer.image.reference import SourceKind
-from bootseer.image.sources.open import open_source
-from bootseer.image.sources.source import ImageSource
+from bootseer.image.sources.source import ImageSource, open_source
 from bootseer.io.locks import flocked
 from bootseer.io.retry import retrying
 from bootseer.store.file import FileStore

@@ -57,7 +57,7 @@ def _main(folder: Path) -> dict[str, Any]:
     from bootseer.image.mounting.mount import mount_image
     from bootseer.image.mounting.request import Request
     from bootseer.image.reference import parse_reference
-    from bootseer.image.sources.open import open_source
+    from bootseer.image.sources.source import open_source
     from bootseer.mounts import kernel, user_namespace
     from bootseer.store.open import open_store
 

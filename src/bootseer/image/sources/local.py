@@ -38,7 +38,7 @@ _TAG = "org.opencontainers.image.ref.name"
 
 
 def open_layout(reference: Reference, platform: Platform) -> ImageSource:
-    """The image of a tag, or the only image if no tag is given. Raises as `open.open_source` does."""
+    """The image of a tag, or the only image if no tag is given. Raises as `source.open_source` does."""
     where = str(reference)
     folder = Path(reference.path)
     if not (folder / "index.json").is_file():
@@ -110,7 +110,7 @@ class _Saved(Struct, rename={"config": "Config", "layers": "Layers", "tags": "Re
 
 
 def open_archive(reference: Reference) -> ImageSource:
-    """The image of a name (`repository:tag`), or the only image if no name is given. Raises as `open.open_source`."""
+    """The image of a name (`repository:tag`), or the only image if no name is given. Raises as `source.open_source`."""
     where = str(reference)
     path = Path(reference.path)
     members = _members(path, where)

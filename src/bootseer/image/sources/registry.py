@@ -23,7 +23,7 @@ _WHOLE_TIMEOUT_S = 1800.0
 
 
 def open_registry_image(reference: Reference, platform: Platform, *, plain_http: bool, mirrored: bool) -> ImageSource:
-    """The image of a tag or digest. Raises as `open.open_source` does."""
+    """The image of a tag or digest. Raises as `source.open_source` does."""
     where = str(reference)
     registry = open_registry(reference.host, reference.repository, plain_http=plain_http, mirrored=mirrored)
 

@@ -1,11 +1,12 @@
 """The interface of image sources: manifest, configuration, and layers as streams that are verified while they are read.
 
-`open.open_source` opens a registry, an OCI layout, a docker archive or a folder.
+`open_source` opens a registry, an OCI layout, a docker archive or a folder.
 """
 
 from __future__ import annotations
 
 import os
+import platform as machine
 import random
 import stat
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -15,13 +16,15 @@ from typing import IO, TYPE_CHECKING
 from msgspec import Struct, field
 
 from bootseer.errors import CorruptError, UsageError
-from bootseer.image.sources.manifest import Descriptor, Manifest, checked, read_config, read_diff_ids
+from bootseer.image.reference import Reference, SourceKind
+from bootseer.image.sources.manifest import Descriptor, Manifest, Platform, checked, read_config, read_diff_ids
 from bootseer.io.retry import retrying
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
+_MACHINES = {"x86_64": "amd64", "aarch64": "arm64", "armv7l": "arm", "i686": "386"}
 _STALL_S = 300.0
 """How long a layer's stream may deliver no bytes, retries included."""
 
@@ -118,3 +121,38 @@ def read_resumed(layer: SourceLayer, progress: Callable[[int], None] = lambda do
     finally:
         if stream is not None:
             stream.close()
+
+
+def this_platform() -> Platform:
+    """The platform of this machine."""
+    name = machine.machine()
+    return Platform("linux", _MACHINES.get(name, name))
+
+
+def open_source(
+    reference: Reference, *, platform: Platform | None = None, plain_http: bool = False, mirrored: bool = True
+) -> ImageSource:
+    """Read an image's manifest and configuration. `platform` selects from a multi-platform image; default: this
+    machine's.
+
+    Raises `UsageError` for an image that does not exist, `PermanentError` for one that cannot be converted,
+    `CorruptError` for a document that does not match its digest, and the store's errors.
+    """
+    wanted = platform or this_platform()
+    if reference.kind is SourceKind.REGISTRY:
+        from bootseer.image.sources.registry import open_registry_image
+
+        return open_registry_image(reference, wanted, plain_http=plain_http, mirrored=mirrored)
+    if reference.kind is SourceKind.LAYOUT:
+        from bootseer.image.sources.local import open_layout
+
+        return open_layout(reference, wanted)
+    if reference.kind is SourceKind.ARCHIVE:
+        from bootseer.image.sources.local import open_archive
+
+        return open_archive(reference)
+    if reference.kind is SourceKind.FOLDER:
+        from bootseer.image.sources.folder import open_folder
+
+        return open_folder(reference, wanted)
+    raise UsageError(f"{reference} is already converted", hint="name its source image")
