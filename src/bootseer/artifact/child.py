@@ -20,7 +20,6 @@ from bootseer.mounts.process import json_lines, send_line
 DEADLINE_S = 300.0
 """More than the deadlines of all requests together: only for a client that hangs."""
 _MAX_BYTES = 64 << 20
-_END_S = 10.0
 
 
 def breaks_forks(uri: str | None) -> bool:
@@ -41,33 +40,25 @@ def run_in_child(
         _run_and_report(work, report)
     os.close(report)
     try:
-        lines = json_lines(answer, time.monotonic() + deadline_s, waiting, _MAX_BYTES)
-        said: dict[str, Any] = next(lines, {})
-        status = end_child(pid, _END_S, kill=False)
-    except BaseException as error:
-        end_child(pid)
-        if isinstance(error, TimeoutError):
-            raise TransientError(
-                f"the child process that accesses the store has no result after {deadline_s:g} s"
-            ) from None
-        raise
+        said: dict[str, Any] = next(json_lines(answer, time.monotonic() + deadline_s, waiting, _MAX_BYTES), {})
+    except TimeoutError:
+        raise TransientError(
+            f"the child process that accesses the store has no result after {deadline_s:g} s"
+        ) from None
     finally:
         os.close(answer)
+        end_child(pid)
     if "error" in said:
         raise from_message(said)
-    if status is None:
-        end_child(pid)
-    if status != 0:
-        raise TransientError(f"the child process that accessed the store did not exit properly (status {status})")
-    return said.get("found")
+    if "found" not in said:
+        raise TransientError("the child process that accesses the store ended without a result")
+    return said["found"]
 
 
 def _run_and_report(work: Callable[[], Any], report: int) -> None:
-    code = 1
     try:
         signal.set_wakeup_fd(-1)  # inherited: a signal of this child would wake the parent
         said = {"found": work()}
-        code = 0
     except BootseerError as error:
         said = as_message(error)
     except BaseException as error:  # must not continue in the parent's code
@@ -75,4 +66,4 @@ def _run_and_report(work: Callable[[], Any], report: int) -> None:
     try:
         send_line(report, said)
     finally:
-        os._exit(code)
+        os._exit(0)
