@@ -4,9 +4,9 @@ import threading
 
 import pytest
 
-from bootseer.fetch import record as record_module
 from bootseer.fetch.hotset import HotSet, Record, encode_hot_set, parse_hot_set
-from bootseer.fetch.record import Recorder
+from bootseer.mounts import block_files
+from bootseer.mounts.block_files import Recorder
 
 FILE, OTHER = "ab" * 32, "cd" * 32
 
@@ -56,7 +56,7 @@ def test_the_same_block_counts_once(finished):
 
 
 def test_a_record_is_bounded(finished, monkeypatch):
-    monkeypatch.setattr(record_module, "MAX_NEEDS", 10)
+    monkeypatch.setattr(block_files, "MAX_NEEDS", 10)
     recorder = Recorder(finished.append)
     for block in range(100):
         recorder.need(FILE, block)
