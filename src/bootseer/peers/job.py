@@ -30,7 +30,7 @@ import msgspec
 from msgspec import Struct
 
 from bootseer.blocks.index import is_identity
-from bootseer.errors import CorruptError, NotFoundError, PermanentError
+from bootseer.errors import NotFoundError, PermanentError
 from bootseer.io.files import replace_file
 from bootseer.peers.choice import Members, Peer
 from bootseer.peers.readiness import Readiness
@@ -57,7 +57,7 @@ class _Listed(Struct):
 
 
 # Made at the import, because msgspec crashes the process if threads do so at the same time (`artifact.document`).
-_LISTED: Final = msgspec.json.Decoder(_Listed)
+_LISTED, _READINESS = msgspec.json.Decoder(_Listed), msgspec.json.Decoder(Readiness)
 
 
 class JobPeers:
@@ -203,8 +203,8 @@ class JobPeers:
     def readiness(self) -> Readiness:
         """The readiness of the job's nodes; none are ready if it is unknown."""
         try:
-            return Readiness.of((self.folder / "start.json").read_bytes())
-        except (OSError, CorruptError):
+            return _READINESS.decode((self.folder / "start.json").read_bytes())
+        except (OSError, ValueError, RecursionError, msgspec.MsgspecError):
             return Readiness(0, {})
 
     @property

@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Annotated, Final
 
-import msgspec
 from msgspec import Meta, Struct
-
-from bootseer.errors import CorruptError
 
 READY: Final = "ready"
 _MAX_NODES: Final = 20_000
 _MAX_LISTED: Final = 20
+_SILENT_S: Final = 10.0
 
 
 class StartReport(Struct, frozen=True, tag=True):
@@ -36,14 +34,6 @@ class Readiness(Struct, frozen=True, omit_defaults=True):
     nodes: int = 0
     """How many nodes are listed."""
 
-    @classmethod
-    def of(cls, body: bytes) -> Readiness:
-        """Parse JSON. Raises `CorruptError`."""
-        try:
-            return _READINESS.decode(body)
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: text that is not UTF-8
-            raise CorruptError("malformed answer about the nodes that are ready") from error
-
     def missing(self, num_nodes: int) -> str:
         """The nodes that are not ready, of `num_nodes` in all, for messages."""
         late = list(self.others.items())[: max(num_nodes - self.ready, 0)]
@@ -51,11 +41,6 @@ class Readiness(Struct, frozen=True, omit_defaults=True):
         if (unknown := num_nodes - self.ready - len(words)) > 0:
             words.append(f"{unknown} more" if words else f"{unknown} that nothing was heard of")
         return ", ".join(words)
-
-
-# Made at the import, because msgspec crashes the process if threads do so at the same time (`artifact.document`).
-_READINESS: Final = msgspec.json.Decoder(Readiness)
-_SILENT_S: Final = 10.0
 
 
 def _described(name: str, stage: str, silent_s: float) -> str:
