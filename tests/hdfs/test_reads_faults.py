@@ -304,6 +304,8 @@ class TestFaults:
         assert read(reads.open("/two")) == DATA
 
 
+@needs_hdfs[0]
+@needs_hdfs[1]
 def test_datanodes_with_too_many_readers_are_retried(tmp_path: Path) -> None:
     """They reset connections over their limit."""
     data = DATA[: 8 * MIB]

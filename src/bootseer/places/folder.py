@@ -77,7 +77,15 @@ class FolderPlace(Place):
 
     def stat(self, path: str) -> Entry:
         with self._parent(path) as (folder, name):
-            entry = _entry(path, os.stat(name, dir_fd=folder, follow_symlinks=False))
+            try:
+                status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+            except FileNotFoundError:
+                status = None
+        if status is None:
+            # Raised here: from Python 3.12 on, an exception that passes a context manager of contextlib is in a
+            # reference cycle, and the callers' memory, such as a file to write here, would not be free at once.
+            raise mapped(FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)), self.uri_of(path))
+        entry = _entry(path, status)
         if entry is None:
             raise NotFoundError(f"{self.uri_of(path)} is a symbolic link or special file, which is not read")
         return entry
