@@ -48,8 +48,25 @@ def test_a_policy_survives_a_round_trip() -> None:
 @pytest.mark.parametrize(
     "values",
     [
+        {"stripes": 1}, {"stripes": 64}, {"part_bytes": _MIB}, {"part_bytes": 1 << 40}, {"replication": 1},
+        {"replication": 32}, {"min_bytes_per_stripe": _MIB},
+    ],
+)  # fmt: skip
+def test_the_limits_themselves_are_valid(values: dict[str, int]) -> None:
+    policy = Policy(**values)  # type: ignore[arg-type]
+    assert parse_policy(encode_policy(policy)) == policy
+
+
+def test_a_segment_has_256_mib_by_default() -> None:
+    assert Policy().segment_bytes == 256 * _MIB
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
         {"stripes": 0}, {"stripes": 65}, {"part_bytes": 5}, {"part_bytes": _MIB + 1}, {"part_bytes": 1 << 50},
-        {"replication": 0}, {"min_bytes_per_stripe": 1},
+        {"part_bytes": (1 << 40) + _MIB}, {"replication": 0}, {"replication": 33}, {"min_bytes_per_stripe": 1},
+        {"min_bytes_per_stripe": _MIB - 1},
     ],
 )  # fmt: skip
 def test_invalid_values_are_refused(values: dict[str, int]) -> None:

@@ -85,6 +85,31 @@ def test_what_was_found_and_asked_for_decides(
     assert (action is Action.RESTORE) == (decision.document is not None)
 
 
+@pytest.mark.parametrize(
+    ("mode", "kind", "has_copy"),
+    [("auto", "unreachable", False), ("refresh", "unreachable", True), ("auto", "other-version", False),
+     ("auto", "broken", False), ("auto", "unsigned", False)],
+)  # fmt: skip
+def test_the_reason_is_what_the_lookup_found_or_else_the_meaning_of_the_code(
+    mode: Mode, kind: Any, has_copy: bool
+) -> None:
+    copy = FOUND if has_copy else None
+    assert decide(mode, Lookup(kind, copy, "no answer"), now_s=NOW_S).reason == "no answer"
+    decision = decide(mode, Lookup(kind, copy), now_s=NOW_S)
+    assert decision.reason == REASONS[decision.code]
+
+
+def test_a_copy_on_this_node_is_used_with_the_reason_why_the_store_is_not() -> None:
+    assert decide("auto", HERE, now_s=NOW_S).reason == f"{REASONS['hit-on-node']}: no answer"
+    assert decide("auto", Lookup("unreachable", FOUND), now_s=NOW_S).reason == REASONS["hit-on-node"]
+
+
+def test_a_start_without_a_key_names_it_unless_the_missing_signature_is_the_reason() -> None:
+    assert decide("auto", FORGED, now_s=NOW_S, may_publish=False).reason == "not signed"
+    words = decide("auto", NONE, now_s=NOW_S, may_publish=False).reason
+    assert words == f"{REASONS['no-snapshot']}; a new one must be signed, and there is no key for that"
+
+
 def test_a_snapshot_from_the_future_names_the_clocks() -> None:
     decision = decide("auto", Lookup("found", document(max_age_s=86400.0)), now_s=BUILT_S - 7200)
     assert (decision.action, decision.code) == (Action.BUILD, "expired")
@@ -121,10 +146,12 @@ def test_every_combination_has_an_outcome_whose_code_is_explained() -> None:
     [
         (Lookup("found", OLD), {}, OLD),
         (BROKEN, {}, None),
+        (FORGED, {}, None),
+        (Lookup("found", FOUND), {"mode": "refresh"}, FOUND),
     ],
 )
 def test_what_is_no_answer_may_be_replaced(found: Lookup, more: dict[str, Any], replaces: object) -> None:
-    decision = decide("auto", found, now_s=NOW_S, **more)
+    decision = decide(**{"mode": "auto", "found": found, "now_s": NOW_S, **more})
     assert decision.replace
     assert decision.replaces == replaces
     assert not decide("auto", NONE, now_s=NOW_S).replace
