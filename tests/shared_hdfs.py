@@ -18,7 +18,7 @@ SHARES_HDFS = {
         for name in (
             *(f"hdfs/test_{name}" for name in ("block_writer", "client", "hung_namenode", "lease")),
             *(f"hdfs/test_{name}" for name in ("long_writer", "namenode", "names", "native_reads", "placement")),
-            *("hdfs/test_reads", "hdfs/test_writer", "store/test_hdfs", "places/test_hdfs"),
+            *("hdfs/test_reads", "hdfs/test_writer", "store/test_hdfs", "places/test_hdfs", "docs/test_walks"),
             *("checkpoint/test_checkpoints_hdfs", "checkpoint/reading/test_hdfs", "checkpoint/test_soak"),
             *("checkpoint/dcp/test_on_hdfs", "checkpoint/reading/test_peer_chunks"),
         )
