@@ -300,9 +300,9 @@ def _serve(path: str) -> None:
     from bootseer.cache.cache import Cache
     from bootseer.fetch.fetcher import Fetcher
     from bootseer.peers.interfaces import chosen
-    from bootseer.peers.job import BLOCKS, JobPeers
+    from bootseer.peers.job import JobPeers
     from bootseer.peers.rendezvous import Rendezvous
-    from bootseer.peers.service import BlockFiles, Limits, Service
+    from bootseer.peers.service import Limits, Service
     from bootseer.store.file import FileStore
 
     folder = Path(path)
@@ -313,7 +313,7 @@ def _serve(path: str) -> None:
     fetcher.pull_all()
     fetcher.close()
     source = Rendezvous(str(folder / "meet"), "bench", "full", "", chosen([]), _SECRET)
-    service = Service(folder / "peers", source, {BLOCKS: BlockFiles().open}, Limits(before=None))
+    service = Service(folder / "peers", source, Limits(before=None))
     JobPeers.open(folder / "peers").register_blocks(index.identity, str(folder / "store"), False, folder / "full")
     assert source.own is not None
     addresses = json.dumps(source.own.addresses)

@@ -19,11 +19,11 @@ from bootseer.cache.cached_file import CachedFile
 from bootseer.errors import NotFoundError, TransientError
 from bootseer.peers.choice import Level, Peer
 from bootseer.peers.client import Client
-from bootseer.peers.job import BLOCKS, JobPeers
+from bootseer.peers.job import JobPeers
 from bootseer.peers.members import Listed
 from bootseer.peers.protocol import Question, Request
-from bootseer.peers.readers import CHECKPOINT, CachedFiles
-from bootseer.peers.service import BlockFiles, Limits, Service
+from bootseer.peers.readers import CHECKPOINT
+from bootseer.peers.service import Limits, Service
 from bootseer.store.file import FileStore
 from registry import free_port
 
@@ -46,9 +46,8 @@ class Node:
 
     def __init__(self, tmp_path: Path, limits: Limits, others: Sequence[str] = ()) -> None:
         self.address = f"127.0.0.1:{free_port()}"
-        self.blocks = BlockFiles()
         source = Listed(SECRET, lambda: [Peer(each, (each,)) for each in (self.address, *others)])
-        self.service = Service(tmp_path / "peers", source, {BLOCKS: self.blocks.open}, limits, self.blocks.figures)
+        self.service = Service(tmp_path / "peers", source, limits)
         self.client = Client(SECRET)
         self.job = JobPeers.open(tmp_path / "peers")
 
@@ -72,7 +71,7 @@ class Node:
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
     monkeypatch.setattr("bootseer.peers.server._SOON_S", 0.1)
     node = Node(tmp_path, Limits(after=0))
-    with contextlib.closing(node.blocks), contextlib.closing(node.service), contextlib.closing(node.client):
+    with contextlib.closing(node.service), contextlib.closing(node.client):
         yield node
 
 
@@ -137,7 +136,7 @@ def test_a_thread_that_the_system_refuses_does_not_end_the_service_and_is_tried_
 def test_the_first_node_knows_who_is_ready_although_one_of_its_interfaces_is_down(tmp_path: Path) -> None:
     addresses = "192.0.2.1:17507", f"127.0.0.1:{free_port()}"
     source = Listed(SECRET, lambda: [Peer("first", addresses)])
-    with contextlib.closing(Service(tmp_path / "peers", source, {}, Limits(), name="first")) as service:
+    with contextlib.closing(Service(tmp_path / "peers", source, Limits(), name="first")) as service:
         service._membership.refresh()
         threading.Thread(target=service._report_readiness).start()
         job, until = JobPeers.open(tmp_path / "peers"), time.monotonic() + 20
@@ -179,7 +178,7 @@ def test_a_node_that_has_a_file_from_an_earlier_job_is_asked_before_the_store(
         path.unlink(missing_ok=True) if path.is_file() else None
     (tmp_path / "cold").mkdir()
     cold = Node(tmp_path / "cold", Limits(), [node.address])
-    with contextlib.closing(cold.blocks), contextlib.closing(cold.service), contextlib.closing(cold.client):
+    with contextlib.closing(cold.service), contextlib.closing(cold.client):
         cold.run_until_ready(wait_for=2)
         register(cold)
         cold.run_until_ready()
@@ -189,7 +188,7 @@ def test_a_node_that_has_a_file_from_an_earlier_job_is_asked_before_the_store(
         assert [cold.ask(index, block) for block in range(9)] == [
             DATA[at : at + BLOCK] for at in range(0, 9 * BLOCK, BLOCK)
         ]
-        assert cold.blocks.figures() == {"filled_bytes": 0}
+        assert cold.service._blocks.figures() == {"filled_bytes": 0}
 
 
 @pytest.mark.parametrize("level", [Level.RACK, Level.GLOBAL])
@@ -203,7 +202,7 @@ def test_a_missing_block_is_fetched_once_for_all_and_kept(
     for thread in asking:
         thread.join()
     assert node.ask(index, 1) == DATA[BLOCK : 2 * BLOCK]
-    assert 0 < node.blocks.figures()["filled_bytes"] <= BLOCK + 100  # type: ignore[operator]
+    assert 0 < node.service._blocks.figures()["filled_bytes"] <= BLOCK + 100  # type: ignore[operator]
     with contextlib.closing(Cache(tmp_path / "cache").open(index)) as cached:
         assert cached.num_ready == 1
 
@@ -216,10 +215,10 @@ def test_what_the_cache_cannot_keep_is_refused_and_no_hole_is_sent(
     monkeypatch.setattr("bootseer.cache.cached_file._RESERVE_SHARE", 1.0)
     with pytest.raises(NotFoundError):
         node.ask(index, 2)
-    filled = node.blocks.figures()["filled_bytes"]
+    filled = node.service._blocks.figures()["filled_bytes"]
     with pytest.raises(NotFoundError):
         node.ask(index, 3)
-    assert node.blocks.figures()["filled_bytes"] == filled > 0, "it is not fetched for every node that asks"  # type: ignore[operator]
+    assert node.service._blocks.figures()["filled_bytes"] == filled > 0, "it is not fetched for every node that asks"  # type: ignore[operator]
 
 
 def test_what_is_not_in_the_cache_is_not_served(node: Node, index: Index, tmp_path: Path) -> None:
@@ -241,7 +240,7 @@ def test_when_training_begins_a_twentieth_of_the_links_is_left(tmp_path: Path, b
     """Or what was allowed before, if that is less: eight links of 400 Gbit/s would get 20 GB/s. Loopback reports no
     speed; 1 Gbit/s is assumed."""
     node = Node(tmp_path, Limits(before))
-    with contextlib.closing(node.blocks), contextlib.closing(node.service), contextlib.closing(node.client):
+    with contextlib.closing(node.service), contextlib.closing(node.client):
         node.client.probe(node.address)
         server = node.service._server
         assert server is not None
@@ -252,7 +251,7 @@ def test_when_training_begins_a_twentieth_of_the_links_is_left(tmp_path: Path, b
 
 
 def test_what_a_node_that_serves_nothing_receives_is_limited_too_when_training_begins(tmp_path: Path) -> None:
-    service = Service(tmp_path / "peers", Listed(SECRET, list), {}, Limits())
+    service = Service(tmp_path / "peers", Listed(SECRET, list), Limits())
     with contextlib.closing(service):
         service._training_began()
     assert '"limit":0' not in (tmp_path / "peers" / "members.json").read_text()
@@ -260,9 +259,9 @@ def test_what_a_node_that_serves_nothing_receives_is_limited_too_when_training_b
 
 def test_when_training_begins_checkpoints_may_be_evicted(index: Index, tmp_path: Path) -> None:
     """The service may keep running for weeks."""
-    cache, files = Cache(tmp_path / "cache"), CachedFiles()
+    cache = Cache(tmp_path / "cache")
     cache.open(index).close()
-    service = Service(tmp_path / "peers", Listed(SECRET, list), {CHECKPOINT: files.open}, Limits())
+    service = Service(tmp_path / "peers", Listed(SECRET, list), Limits())
     with contextlib.closing(service):
         JobPeers.open(tmp_path / "peers").register(index.identity, CHECKPOINT, {"cache": str(tmp_path / "cache")})
         assert service._find(index.identity) is not None
@@ -273,14 +272,14 @@ def test_when_training_begins_checkpoints_may_be_evicted(index: Index, tmp_path:
 
 def test_the_owner_of_a_checkpoint_answers_also_when_its_own_copy_was_evicted(index: Index, tmp_path: Path) -> None:
     """Otherwise it counts as late, and each node reads from the storage what another one has."""
-    cache, files, address = Cache(tmp_path / "cache"), CachedFiles(), f"127.0.0.1:{free_port()}"
+    cache, address = Cache(tmp_path / "cache"), f"127.0.0.1:{free_port()}"
     cache.open(index).close()
     source = Listed(SECRET, lambda: [Peer(address, (address,))])
-    service, client = Service(tmp_path / "peers", source, {CHECKPOINT: files.open}, Limits()), Client(SECRET)
+    service, client = Service(tmp_path / "peers", source, Limits()), Client(SECRET)
     with contextlib.closing(service), contextlib.closing(client):
         JobPeers.open(tmp_path / "peers").register(index.identity, CHECKPOINT, {"cache": str(tmp_path / "cache")})
         assert service._find(index.identity) is not None
-        files.release_all()
+        service._chunks.release_all()
         assert cache.prune(0).evicted
         first, second = (Question(index.identity, 0, 1, name, True) for name in "ab")
         assert client.ask(address, first, 5.0).readers == {}

@@ -31,7 +31,7 @@ from bootseer.launch.observers import COMMAND_ENDED, StartReport, reporting_erro
 from bootseer.launch.session import Session, session_stage
 from bootseer.launch.supervise import say
 from bootseer.logs import logger
-from bootseer.peers.job import BLOCKS, FOLDER, JobPeers
+from bootseer.peers.job import FOLDER, JobPeers
 from bootseer.peers.readiness import READY, Readiness
 from bootseer.trace.event import INSTANT
 from bootseer.trace.sinks import safe_name
@@ -210,10 +210,8 @@ class PeersStart:
 
     def _serve(self, folder: Path, send: Send) -> None:
         from bootseer.peers.members import Listed, open_source
-        from bootseer.peers.readers import CHECKPOINT, CachedFiles
         from bootseer.peers.rendezvous import rendezvous_name
-        from bootseer.peers.service import BlockFiles, Limits, Service
-        from bootseer.peers.shared_objects import OBJECT, open_object
+        from bootseer.peers.service import Limits, Service
 
         options, identity = self._options, self._session.tracer.identity
         source = open_source(
@@ -232,13 +230,11 @@ class PeersStart:
             source.before_listening = lambda addresses: _notify_agent(
                 options.runtime, {"addresses": addresses}, begins=True
             )
-        blocks, chunks = BlockFiles(), CachedFiles()
-        openers = {BLOCKS: blocks.open, CHECKPOINT: chunks.open, OBJECT: open_object}
         service = None
         try:
             limits = Limits(options.before, options.after)
             name = folder_name(identity.node) if options.wait_s else ""
-            service = Service(folder, source, openers, limits, blocks.figures, tls=options.tls, name=name)
+            service = Service(folder, source, limits, tls=options.tls, name=name)
             service.run(lambda: send({"ready": True}), wait_for=identity.num_nodes or 0, wait_s=_TOGETHER_S)
         finally:
             if service is not None:
@@ -248,8 +244,6 @@ class PeersStart:
                 left = service.state_for_agent() if isinstance(source, Listed) else None
                 if left is not None:
                     _notify_agent(options.runtime, left, begins=False)
-            blocks.close()
-            chunks.release_all()
 
     def _stop(self) -> None:
         if self._service is not None:

@@ -167,10 +167,6 @@ class CachedContent(CachedBlocks):
         """These blocks were read but did not fit into the cache: other nodes need not wait for them."""
         self._unavailable.update(first + bit for bit in bits(blocks))
 
-    def release(self) -> None:
-        """Let the cache evict it; it is opened again on request."""
-        self._files.release_all()
-
     def wait_for(self, start: int, length: int, level: Level) -> Iterator[None]:
         until_s = time.monotonic() + self._files.idle_limit_s
         while missing := self.cached.missing(start, length):

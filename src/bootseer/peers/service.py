@@ -33,14 +33,15 @@ from bootseer.logs import logger
 from bootseer.peers.choice import Level
 from bootseer.peers.client import Client
 from bootseer.peers.interfaces import name_of
-from bootseer.peers.job import JobPeers
+from bootseer.peers.job import BLOCKS, JobPeers
 from bootseer.peers.members import Membership, Source
 from bootseer.peers.names import HostsFile
 from bootseer.peers.origins import FilePeers, PeerGroup
 from bootseer.peers.protocol import Question
-from bootseer.peers.readers import CachedBlocks, CachedContent
+from bootseer.peers.readers import CHECKPOINT, CachedBlocks, CachedFiles
 from bootseer.peers.readiness import READY, StartReport
 from bootseer.peers.server import FILLING_EVERY_S, Content, Server
+from bootseer.peers.shared_objects import OBJECT, open_object
 from bootseer.store.open import open_store
 from bootseer.store.store import Store
 
@@ -57,9 +58,6 @@ _FULL_S: Final = 5.0
 _READINESS_S, _READINESS_PER_NODE_S = 0.2, 0.001
 _READY_SELDOM: Final = 10
 """A ready node reports less often, but not never: another node may become the collector and need its report."""
-
-Opener = Callable[[JobPeers, str], Content | None]
-"""Opens the content of a registered file by identity; None if its record is damaged. Raises `BootseerError`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,23 +157,22 @@ class Service:
         self,
         folder: Path,
         source: Source,
-        openers: Mapping[str, Opener],
         limits: Limits,
-        figures: Callable[[], Mapping[str, object]] = dict,
         *,
         tls: bool = False,
         name: str = "",
     ) -> None:
-        """`openers`: by kind of file. `figures`: additional fields of the state. `tls`: whether connections between
-        nodes are encrypted. `name`: the name of a node that serves nothing in reports of readiness; empty: none are
-        made."""
-        self._figures = figures
+        """`tls`: whether connections between nodes are encrypted. `name`: the name of a node that serves nothing in
+        reports of readiness; empty: none are made."""
         self._source = source
-        self._openers = openers
         self._limits = limits
         self._began_s = time.time()
         self._secret = source.secret()
         self._client = Client(self._secret, tls=tls)
+        self._blocks = BlockFiles()
+        self._chunks = CachedFiles()
+        self._openers = {BLOCKS: self._blocks.open, CHECKPOINT: self._chunks.open, OBJECT: open_object}
+        """By kind of file: each returns its content, or None if its record is damaged. Raises `BootseerError`."""
         self._contents: dict[str, Content] = {}
         self._opening = threading.Lock()
         self._server: Server | None = None
@@ -236,6 +233,8 @@ class Service:
         self._client.close()
         with contextlib.suppress(OSError):  # the folder may be gone
             self._write_state()
+        self._blocks.close()
+        self._chunks.release_all()
 
     def state_for_agent(self) -> dict[str, Any] | None:
         """What the node's agent needs to continue serving; None if nothing is to be served after training began."""
@@ -348,9 +347,7 @@ class Service:
             self._server.close()
             with contextlib.suppress(BootseerError):
                 self._source.leave()
-        for content in list(self._contents.values()):
-            if isinstance(content, CachedContent):  # its readers have what they need
-                content.release()
+        self._chunks.release_all()  # their readers have what they need; the cache may evict them
 
     def _write_members(self) -> None:
         own = self._source.own
@@ -379,7 +376,7 @@ class Service:
             "requests": served.requests if served else 0,
             "refused": served.refused if served else 0,
             "by_interface": by_interface,
-            **self._figures(),
+            **self._blocks.figures(),
         }
         if state != self._written:
             self._written = state
