@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,7 +29,7 @@ pytestmark = pytest.mark.slow
 
 HOOK = Path(bootseer.__file__).parent / "hook"
 FACTS = """
-import atexit, decimal, json, os, random, resource, signal, sys, threading, uuid
+import atexit, ctypes, decimal, json, os, random, resource, signal, sys, threading, uuid
 def proc(name):
     with open(f"/proc/self/{name}") as file:
         return file.read()
@@ -51,6 +53,7 @@ facts = dict(
     group=os.getpgid(0) == int(os.environ["GROUP"]), threads=[one.name for one in threading.enumerate()],
     native=threading.main_thread().native_id == os.getpid(), flags=str(sys.flags),
     streams=[stream(one) for one in (sys.stdin, sys.stdout, sys.stderr)],
+    coredump=[proc("coredump_filter"), ctypes.CDLL(None).prctl(3, 0, 0, 0, 0)], slack=proc("timerslack_ns"),
     stdin=sys.stdin.read(), tid=int(status["Pid"]) == threading.get_native_id(), executable=sys.executable,
 )
 print(json.dumps(facts))
@@ -76,6 +79,7 @@ class Launcher:
         self.program = "child.py"
         self.before = ""
         self.env: dict[str, str] = {}
+        self.options: dict[str, Any] = {}
 
     def write(self, name: str, text: str) -> str:
         path = self.folder / name
@@ -103,6 +107,7 @@ class Launcher:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            **self.options,
         )
 
     def run(self, *runs: tuple[Sequence[str], dict[str, Any]], warm: bool = True) -> list[tuple[int, str, str]]:
@@ -191,26 +196,44 @@ _ENDS = {
         "if __name__ == '__main__':\n    import multiprocessing\n"
         "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n        print(pool.map(abs, [-3]))"
     ),
+    "handlers": (
+        "signal.signal(signal.SIGALRM, lambda *_: print('alarm')); signal.setitimer(signal.ITIMER_REAL, 0.01)\n"
+        "signal.pause(); signal.signal(signal.SIGCHLD, lambda *_: print('child'))\n"
+        "if os.fork() == 0:\n    os._exit(0)\nos.wait(); os.kill(os.getpid(), signal.SIGINT)"
+    ),
+    "core": "os.abort()",
+    "where": "faulthandler.register(signal.SIGUSR1); os.kill(os.getpid(), signal.SIGUSR1)",
+    "later": "faulthandler.dump_traceback_later(0.01, exit=True); time.sleep(60)",
+    "at exit of a fork": "atexit.register(print, 'end')\nif os.fork() == 0:\n    sys.exit()\nos.wait()",
+    "executors": (
+        "if __name__ == '__main__':\n    import multiprocessing\n"
+        "    from concurrent.futures import ProcessPoolExecutor\n"
+        "    for way in ('fork', 'forkserver'):\n"
+        "        with ProcessPoolExecutor(1, multiprocessing.get_context(way)) as pool:\n"
+        "            print(list(pool.map(abs, [-3])))"
+    ),
     "debugger": "x = 41\nbreakpoint()\nprint(x)",
 }
 
 
 def test_a_program_ends_as_after_exec(launcher: Launcher):
-    head = "import atexit, decimal, faulthandler, os, signal, sys, threading\n"
+    head = "import atexit, decimal, faulthandler, os, signal, sys, threading, time\n"
     cases = "\n".join(f"if sys.argv[1] == {name!r}:\n{textwrap.indent(text, '    ')}" for name, text in _ENDS.items())
     launcher.remember(launcher.write("child.py", head + cases))
     runs = [(["child.py", name], {"input": "p x + 1\nc\n"}) for name in _ENDS]
     by_exec, warm = launcher.run(*runs, warm=False), launcher.run(*runs)
     assert launcher.reasons() == [""] * len(_ENDS)
     for name, expected, found in zip(_ENDS, by_exec, warm, strict=True):
-        if name == "fault":  # its traceback has our frames below the program's
-            expected, found = (one[:2] for one in (expected, found))  # noqa: PLW2901
-        assert found == expected, name
+        # What `faulthandler` prints has our frames below the program's, and the thread's address.
+        ours, theirs = (re.sub(r"0x\w+", "0x", err).splitlines() for _, _, err in (found, expected))
+        ours = [line for line in ours if f'"{HOOK}/' not in line]
+        assert (*found[:2], ours) == (*expected[:2], theirs), name
     assert dict(zip(_ENDS, warm, strict=True))["interrupted"][0] == -signal.SIGINT
 
 
 _MODES = {
     "fault handler": ("PYTHONFAULTHANDLER", "os.kill(os.getpid(), signal.SIGSEGV)"),
+    "hash seed": ("PYTHONHASHSEED", "print(hash('seed'))"),
     "safe path": ("PYTHONSAFEPATH", "print(sys.path)"),
 }
 
@@ -225,6 +248,23 @@ def test_modes_of_python_that_variables_set_are_as_after_exec(launcher: Launcher
     assert launcher.reasons() == [""]
     assert warm[:2] == by_exec[:2]
     assert warm[2].partition("\n")[0] == by_exec[2].partition("\n")[0]  # followed by frames, two of which are ours
+
+
+def test_py_spy_finds_the_frames_of_a_program(launcher: Launcher):
+    py_spy = shutil.which("py-spy", path=str(Path(sys.executable).parent))
+    if py_spy is None or os.geteuid() != 0:
+        pytest.skip("needs py-spy and root")
+    text = f"""
+        import os, subprocess
+        def train():
+            subprocess.run([{py_spy!r}, "dump", "--pid", str(os.getpid())])
+        train()
+    """
+    launcher.remember(launcher.write("child.py", text))
+    (by_exec,), (warm,) = launcher.run((["child.py"], {}), warm=False), launcher.run((["child.py"], {}))
+    assert launcher.reasons() == [""]
+    told, expected = (re.findall(r"\S+ \(child.py:\d+\)", out) for _, out, _ in (warm, by_exec))
+    assert told == expected == ["train (child.py:4)", "<module> (child.py:5)"]
 
 
 def test_what_is_random_differs_between_programs_of_one_parent(launcher: Launcher):

@@ -10,6 +10,7 @@ from pathlib import Path
 from bootseer.report.inputs import sources
 from bootseer.report.log_scan import scan
 from hook.test_hook import TORCHRUN, needs_torch
+from hook.test_warm import Launcher
 
 pytestmark = needs_torch
 _JOB = """
@@ -62,6 +63,27 @@ def main():
 if __name__ == "__main__":
     main()
 """
+
+
+_POOLS = """
+import os, numpy, torch
+lines = torch.linspace(0, 1, 1 << 20).reshape(1024, 1024)
+mine, theirs = lines @ lines, lines.numpy() @ lines.numpy()
+pooled = torch.nn.functional.softmax(lines, 0)
+print(mine.sum().item().hex(), float(theirs.sum()).hex(), pooled.sum().item().hex())
+print(torch.__config__.parallel_info(), torch.get_num_interop_threads(), len(os.listdir("/proc/self/task")))
+"""
+
+
+def test_pools_of_threads_are_as_after_exec(tmp_path: Path):
+    launcher = Launcher(tmp_path)
+    launcher.env["OMP_NUM_THREADS"] = "3"
+    launcher.known["modules"] = ["numpy", "torch"]
+    launcher.remember(launcher.write("child.py", _POOLS))
+    by_exec, warm = launcher.run((["child.py"], {}), warm=False), launcher.run((["child.py"], {}))
+    assert launcher.reasons() == [""]
+    assert warm == by_exec
+    assert int(warm[0][1].split()[-1]) >= 3
 
 
 def test_a_job_trains_as_by_exec_and_the_report_tells_of_its_warm_start(tmp_path: Path):

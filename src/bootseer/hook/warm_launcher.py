@@ -189,7 +189,7 @@ def ask(end: socket.socket, request: dict[str, Any], fds: Sequence[int], ready_s
         try:
             socket.send_fds(end, [b"start"], [theirs.fileno(), text, *fds])
         except OSError as error:
-            raise LostError("the warm parent has ended") from error
+            raise _lost(end, "the warm parent has ended") from error
         finally:
             theirs.close()
         poll = select.poll()
@@ -198,7 +198,7 @@ def ask(end: socket.socket, request: dict[str, Any], fds: Sequence[int], ready_s
             raise LostError(f"the warm parent did not answer within {ready_s:.0f} s", {"late": True})
         answer = ours.recv(65536)
         if not answer:
-            raise LostError("the warm parent ended before it answered")
+            raise _lost(end, "the warm parent ended before it answered")
         facts: dict[str, Any] = marshal.loads(answer)  # noqa: S302 - from our own process
         if "why_not" in facts:
             if pid := facts.pop("pid", 0):  # the copy failed and has ended
@@ -206,6 +206,15 @@ def ask(end: socket.socket, request: dict[str, Any], fds: Sequence[int], ready_s
             raise RefusedError(str(facts.pop("why_not")), facts)
         ours.send(b"go")
         return facts
+
+
+def _lost(end: socket.socket, otherwise: str) -> LostError:
+    """For a warm parent that has ended: with the reason, if it has sent one."""
+    from socket import MSG_DONTWAIT
+
+    with contextlib.suppress(OSError):
+        return LostError(os.fsdecode(end.recv(1000, MSG_DONTWAIT)) or otherwise)
+    return LostError(otherwise)
 
 
 def _spawn(argv: Sequence[str], env: Mapping[str, str]) -> int:

@@ -28,14 +28,19 @@ import signal
 import socket
 import time
 import weakref
-from typing import Any
+from typing import Any, NoReturn
 
 from bootseer.hook import programs, warm_child, watch
-from bootseer.hook.warm_reads import RecordingEnviron, record_draws
+from bootseer.hook.warm_reads import RecordingEnviron, record_draws, record_generators
 from bootseer.io import proc
+from bootseer.io.memory import available_bytes
 
-_IDLE_S = 1800.0
-"""After this time without a request, the warm parent ends and frees its memory."""
+_IDLE_S, _IDLE_RESTARTS_S = 1800.0, 86400.0
+"""After this time without a request, the warm parent ends and frees its memory; with `--restarts`, which are requests
+too, the second."""
+_SHARE = 0.25
+"""It also ends if its memory is more than this share of what is available."""
+_LOOK_S = 10.0
 _CLOCK_NS = 20_000_000
 """Tolerance for file times, which are of the kernel's last tick."""
 _PR_SET_PDEATHSIG = 1
@@ -74,17 +79,16 @@ class Imports:
         before = self.variables
         began_s, cpu_s = time.monotonic(), time.process_time()
         since_ns = time.time_ns() - _CLOCK_NS
-        self._record_generators()
         os.environ.__class__ = RecordingEnviron
-        stop_recording = record_draws(self._drawn)
+        stop_recording = record_draws(self._drawn), record_generators(self.unseeded)
         gc.disable()  # imports create hardly any garbage
         try:
             self._import(self.known["modules"])
         finally:
             gc.enable()
-            stop_recording()
+            for stop in stop_recording:
+                stop()
             os.environ.__class__ = RecordingEnviron.__base__
-            random.Random.seed = self._seed  # type: ignore[method-assign]
         # A garbage collection in a copy, above all the one at exit, would write to each of these objects and so copy
         # their pages: 0.5 s of processor time for each rank of the demo.
         gc.freeze()
@@ -101,19 +105,6 @@ class Imports:
         # Imports look for optional packages, too. These folders change with an installation.
         folders = (entry for entry in sys.path if entry.endswith(("/site-packages", "/dist-packages")))
         self.files += [(folder, _stamp(folder)) for folder in folders]
-
-    def _record_generators(self) -> None:
-        """Collect the random generators that imports create without a seed, because each copy must reseed them."""
-        self._seed = seed = random.Random.seed
-        found = self.unseeded
-
-        def record(self: random.Random, a: Any = None, version: int = 2) -> None:
-            found[:] = [one for one in found if one() is not self]
-            if a is None:
-                found.append(weakref.ref(self))
-            seed(self, a, version)
-
-        setattr(random.Random, "seed", record)  # noqa: B010 - mypy takes it for a mistake
 
     def _import(self, names: list[str]) -> None:
         for name in names:
@@ -317,6 +308,8 @@ def prepare(number: int) -> tuple[socket.socket, socket.socket | None]:
     run = _run(os.getppid())
     if run is None:
         warm_child.libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")  # where memory is short, the kernel kills this process first
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.close(null)
@@ -364,7 +357,13 @@ class Server:
     def serve(self) -> Any:
         """Answer until launcher and `bootseer run` end. Returns only in copies: the function for their program."""
         ends = [end for end in (self._end, self._run) if end is not None]
-        while ready := select.select(ends, [], [], _IDLE_S if self._run is None else None)[0]:
+        asked_s = time.monotonic()
+        while True:
+            ready = select.select(ends, [], [], _LOOK_S)[0]
+            if not ready:
+                self._end_if_surplus(time.monotonic() - asked_s)
+                continue
+            asked_s = time.monotonic()
             data, fds, *_ = socket.recv_fds(ready[0], 64, 253)
             if not data:
                 ends.remove(ready[0])
@@ -375,6 +374,26 @@ class Server:
             program = self._answer(fds, again=ready[0] is self._run)
             if program is not None:
                 return program
+        os._exit(0)
+
+    def _end_if_surplus(self, idle_s: float) -> None:
+        longest_s = _IDLE_S if self._run is None else _IDLE_RESTARTS_S
+        if idle_s >= longest_s:
+            self._leave(f"no program was started for {longest_s / 3600:g} h")
+        if int(proc.status().get("RssAnon", "0").split()[0]) << 10 > _SHARE * available_bytes():
+            self._leave("memory was short")
+
+    def _clone(self) -> int:
+        try:
+            return self._cloner.clone()
+        except OSError as error:  # its own place may be the one that the program needs
+            self._leave(f"it cannot be copied: {error.strerror}")
+
+    def _leave(self, reason: str) -> NoReturn:
+        """End, with the reason for who asks next."""
+        for end in (self._end, self._run):
+            with contextlib.suppress(OSError, AttributeError):
+                end.send(f"the warm parent has ended: {reason}".encode())  # type: ignore[union-attr]
         os._exit(0)
 
     def _answer(self, fds: list[int], *, again: bool) -> Any:
@@ -400,7 +419,7 @@ class Server:
             else:
                 reason = reason or _privileges_differ(request, self._launcher)
             if not reason:
-                copy = self._cloner.clone()
+                copy = self._clone()
             if copy > 0 and not again:
                 reason = _program_differs(imports, request, folder) or imports.files_differ()
         except Exception as error:

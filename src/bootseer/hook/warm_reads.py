@@ -1,10 +1,11 @@
-"""Record which environment variables and random bytes imports read in a warm parent."""
+"""Record which environment variables and random bytes imports read in a warm parent, and their random generators."""
 
 from __future__ import annotations
 
 import os
 import random
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -70,3 +71,18 @@ def record_draws(drawn: list[str]) -> Callable[[], None]:
     os.urandom = record
     setattr(random, "_urandom", record)  # noqa: B010 - mypy does not know it
     return end
+
+
+def record_generators(found: list[weakref.ref[random.Random]]) -> Callable[[], None]:
+    """Collect the random generators that imports create without a seed, because each copy must reseed them, until the
+    returned function is called."""
+    seed = random.Random.seed
+
+    def record(self: random.Random, a: Any = None, version: int = 2) -> None:
+        found[:] = [one for one in found if one() is not self]
+        if a is None:
+            found.append(weakref.ref(self))
+        seed(self, a, version)
+
+    setattr(random.Random, "seed", record)  # noqa: B010 - mypy takes it for a mistake
+    return lambda: setattr(random.Random, "seed", seed)

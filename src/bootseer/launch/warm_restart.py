@@ -8,6 +8,7 @@ process is `launch.inside`: `bootseer run` outside cannot adopt the container's 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Mapping
@@ -75,6 +76,9 @@ class WarmRestart:
                     why_not, facts = str(refused), dict(refused.facts)
                 except Exception as error:  # no failure here may prevent the restart by exec
                     why_not = f"{type(error).__name__}: {error}"
+            elif not ours:
+                with contextlib.suppress(OSError):  # the reason why it has ended
+                    why_not = why_not or os.fsdecode(end.recv(1000, socket.MSG_DONTWAIT))
             end.close()  # ends it, unless its copy has taken its place
             if ours:
                 proc.end_child(parent)
