@@ -13,7 +13,7 @@ import itertools
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -51,6 +51,8 @@ class SetupContext:
     ended_s: float = 0.0
     """On the monotonic clock: the end of the setup, when all sockets were there."""
     privileges: Mapping[str, str] = field(default_factory=dict)
+    report: Callable[[str, float, float], object] = lambda *_: None
+    """Called with the name of each process, and when it was started and ready (monotonic clock), if that is known."""
 
 
 class _NotRestartable(Exception):  # noqa: N818 - carries the reason
@@ -65,13 +67,18 @@ def find_restartable(pids: Mapping[int, str], setup: SetupContext, reads: Reads)
     found, reasons = [], []
     for top in sorted(tops, key=lambda one: (one.began_s, one.pid)):
         family = {top.pid, *below(top.pid, table)}
+        own = {number: addresses[number] for number in sockets_of(family) & addresses.keys()}
+        times = [reads.listening.get(number, 0.0) for number, address in own.items() if not _is_client(address)]
         try:
-            found.append(_describe(top, family, addresses, setup, reads))
+            found.append(_describe(top, family, {*own.values()}, setup, reads))
+            times += [_written_s(Path(f"/proc/{top.pid}"), path) for path in found[-1].pid_files]
         except _NotRestartable as why:
             reasons.append(f"it left a process running: {top.name} ({top.pid}), which is not started again: {why}")
         except OSError:
             if Path(f"/proc/{top.pid}").exists():  # it has not ended just now
                 reasons.append(f"it left a process running: {top.name} ({top.pid}), which cannot be looked at")
+        if times and all(times):
+            setup.report(top.name, top.began_s, max(times))
     return found, reasons
 
 
@@ -81,9 +88,7 @@ def privileges(pid: int | str) -> dict[str, str]:
     return {name: status[name] for name in _PRIVILEGES if status.get(name)}
 
 
-def _describe(
-    top: Process, family: set[int], addresses: Mapping[int, str], setup: SetupContext, reads: Reads
-) -> Daemon:
+def _describe(top: Process, family: set[int], own: set[str], setup: SetupContext, reads: Reads) -> Daemon:
     at = Path(f"/proc/{top.pid}")
     program = os.readlink(at / "exe")  # noqa: PTH115 - a name
     argv = [os.fsdecode(word) for word in (at / "cmdline").read_bytes().split(b"\0")[:-1]]
@@ -101,7 +106,6 @@ def _describe(
     if reason := next(iter((*left.unsafe, *_argument_problems(argv, setup.node))), ""):
         raise _NotRestartable(reason.replace("it exports", "it has"))
     known = {*re.findall(r"\d+", " ".join((*argv, *(export.value for export in left.exports))))}
-    own = {addresses[number] for number in sockets_of(family) & addresses.keys()}
     sockets = sorted(text for text in own if _shows_readiness(text, known))
     pid_files = _pid_files(at, family, argv, (*reads.outside_writes, *setup.paths))
     cwd = os.readlink(at / "cwd")  # noqa: PTH115 - a name
@@ -175,6 +179,10 @@ def _shows_readiness(address: str, known: set[str]) -> bool:
     if is_random:
         raise _NotRestartable(f"it listens on {address}, which looks like a randomly assigned port")
     return True
+
+
+def _is_client(address: str) -> bool:
+    return address.startswith("udp") and _is_ephemeral(int(address.rpartition(":")[2]))
 
 
 def _is_ephemeral(port: int) -> bool:

@@ -14,7 +14,7 @@ import os
 import resource
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -167,6 +167,8 @@ class Reads:
     """Existing files that it wrote on local mounts that are not captured, sorted."""
     why: str
     """Why it is not complete; empty if no access was missed."""
+    listening: Mapping[int, float] = field(default_factory=dict)
+    """Since when sockets listen that did not before, by inode, on the monotonic clock."""
 
     @property
     def complete(self) -> bool:
@@ -178,7 +180,8 @@ class Reads:
         parts = list(parts)
         reason = next((part["why"] for part in parts if "why" in part), None)
         read, written = ([path for part in parts for path in part.get(kind, ())] for kind in ("read", "written"))
-        return None if reason is None else cls(frozenset(read), tuple(written), reason)
+        since = dict(pair for part in parts for pair in part.get("listening", ()))
+        return None if reason is None else cls(frozenset(read), tuple(written), reason, since)
 
 
 def not_watched(reason: str) -> Reads:

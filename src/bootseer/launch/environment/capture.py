@@ -42,7 +42,7 @@ from bootseer.errors import BootseerError
 from bootseer.launch.environment.lookup_process import key_request_of
 from bootseer.launch.environment.plain import say_failed
 from bootseer.launch.environment.publish import Publication, Publishing, report_outcome, report_unsafe, start_publishing
-from bootseer.launch.environment.relaunch import read_pid_files, remove_stale_files
+from bootseer.launch.environment.relaunch import read_pid_files, remove_stale_files, report_start
 from bootseer.launch.environment.setup import SetupHost, SetupResult, SetupRun, check_environment
 from bootseer.launch.environment.task import Task
 from bootseer.launch.environment.view import (
@@ -222,6 +222,7 @@ class _CapturedSetup:
                 paths=tuple(path for path in self._view.left_out.reasons if path.endswith(".pid")),
                 node=task.node,
                 ended_s=self._ended_s,
+                report=partial(report_start, task),
             )
         unsafe, this_time, daemons = self._baseline.side_effects(
             self.reads, mentions=used, command=command, relaunch=setup

@@ -1,6 +1,6 @@
 """Daemons that a setup left running: started again at a restore, ended with the job.
 
-    environment_setup.daemon      one daemon, from its start until it listens and its pid files exist
+    environment_setup.daemon.NAME      one daemon, from its start until it listens and its pid files exist
 
 A helper process (`background`) starts all of them at once. As a subreaper it adopts what they fork, so that it can end
 them however the run ends. None is started if an address is taken, a pid file exists or a user differs. A daemon that
@@ -31,9 +31,9 @@ from bootseer.launch.environment.view import EnvironmentUnavailable
 from bootseer.launch.restart import end_processes
 from bootseer.launch.supervise import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, StartError, prctl, spawn
 from bootseer.mounts.process import die_with
-from bootseer.trace.event import BEGIN, END, OK
+from bootseer.trace.event import stage_name
 
-STAGE = "environment_setup.daemon"
+STAGE = "environment_setup.daemon."
 _POLL_S = 0.02
 _SETTLED_S = 0.1
 """A daemon without sockets and pid files counts as ready after running this long."""
@@ -58,16 +58,19 @@ def start_daemons(task: Task, daemons: Sequence[Daemon], enter: Callable[[], Non
     helper = start_background(work, name="bootseer-daemon", log=log)
     try:
         while not (reply := helper.next_message(2 * deadline_s)).get("ready"):
-            attrs = {"name": daemons[reply["daemon"]].name}
-            began_ns, ready_ns = (int(reply[name] * 1e9) for name in ("began_s", "ready_s"))  # of the monotonic clock
-            span = task.session.tracer.emit(STAGE, BEGIN, attrs=attrs, mono_ns=began_ns)
-            task.session.tracer.emit(STAGE, END, span=span, outcome=OK, attrs=attrs, mono_ns=ready_ns)
+            report_start(task, daemons[reply["daemon"]].name, reply["began_s"], reply["ready_s"])
     except BaseException as error:
         helper.stop(END_S)
         if isinstance(error, BootseerError):
             raise EnvironmentUnavailable("daemons", f"{_NOT_ALL}: {error}") from error
         raise
     return helper
+
+
+def report_start(task: Task, name: str, began_s: float, ready_s: float) -> None:
+    """Write the stage of a daemon's start; both times are of the monotonic clock."""
+    stage = stage_name(f"{STAGE}{name.replace('.', '_')}")
+    task.session.tracer.emit_ended(stage, int(began_s * 1e9), int(ready_s * 1e9), {"name": name})
 
 
 @dataclass(slots=True)

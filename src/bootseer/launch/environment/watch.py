@@ -1,15 +1,17 @@
-"""A helper process that watches which files a setup opens (`env.capturing.reads`)."""
+"""A helper process that watches which files a setup opens (`env.capturing.reads`), and since when sockets listen."""
 
 from __future__ import annotations
 
 import gc
 import os
 import signal
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 from bootseer.env.capturing.reads import AccessLog, Reads, not_watched, start_watching
+from bootseer.env.processes import listening
 from bootseer.errors import BootseerError
 from bootseer.launch.background import Background, Send, start_background
 from bootseer.launch.supervise import next_signal
@@ -19,6 +21,8 @@ READY_S = 10.0
 END_S = 60.0
 _PAUSE_S = 0.02
 """Between reads of the events: meanwhile the kernel merges those of the same file."""
+_LOOK_S = 0.1
+"""Between looks for new sockets."""
 
 
 class Watch:
@@ -97,8 +101,16 @@ def _watch(
     send({"watching": True})
     if ready is not None:
         ready()
-    while next_signal({signal.SIGTERM}, _PAUSE_S) is None:
+    before, since, look_s = {*listening()}, dict[int, float](), 0.0
+    ended = None
+    while ended is None:
+        ended = next_signal({signal.SIGTERM}, _PAUSE_S)
         accesses.drain()
-    accesses.drain()
+        now_s = time.monotonic()
+        if not below and (now_s >= look_s or ended is not None):  # what a container leaves running is not recorded
+            since |= dict.fromkeys(listening().keys() - before - since.keys(), now_s)
+            # Of a machine with many sockets the kernel's tables are long: at most 5 % of a core.
+            look_s = now_s + max(_LOOK_S, 20 * (time.monotonic() - now_s))
+    send({"listening": [*since.items()]})
     for part in accesses.report(table, passthrough):
         send(part)
