@@ -15,7 +15,7 @@ from typing import Any
 
 from environment_tools import INDEX, LOCK, Tools, new_venv
 
-_BOOTSEER = str(Path(sys.executable).parent / "bootseer")
+BOOTSEER = str(Path(sys.executable).parent / "bootseer")
 _DEADLINE_S = 900.0
 WORK = "import torch, transformers, datasets, pandas, sklearn, accelerate"
 _JOB = f"import time\nbegan = time.monotonic()\n{WORK}\nprint('imported', began, time.monotonic(), flush=True)\n"
@@ -97,14 +97,14 @@ class Node:
         small = self._folder / "small.txt"
         small.write_text(next(line for line in LOCK.read_text().splitlines(True) if line.startswith("idna==")))
         spool = ["--quiet", "--spool", str(self._folder / "small")]
-        self._run([_BOOTSEER, "run", *spool, "--store", str(store), "--requirements", str(small), "--", "true"])
+        self._run([BOOTSEER, "run", *spool, "--store", str(store), "--requirements", str(small), "--", "true"])
         self._run([f"{self.venv}/bin/pip", "--version"])
         self._run([str(self.tools.uv), "--version"])
 
     def clean(self) -> None:
         """Remove the node."""
         if (self._folder / "cache").exists():
-            self._run([_BOOTSEER, "cache", "prune", "--to", "0"])
+            self._run([BOOTSEER, "cache", "prune", "--to", "0"])
         shutil.rmtree(self._folder)
 
     def start(self, steps: Sequence[Sequence[str]], received: Callable[[], int] = lambda: 0) -> Sample:
@@ -155,13 +155,13 @@ class Node:
 
     def bootseer(self, store: str, *words: str) -> list[str]:
         """The command line of a start by BootSeer."""
-        run = [_BOOTSEER, "run", "--quiet", "--spool", str(self._folder / "spool"), "--job", "bench"]
+        run = [BOOTSEER, "run", "--quiet", "--spool", str(self._folder / "spool"), "--job", "bench"]
         return [*run, "--store", store, "--requirements", str(LOCK), *words, "--", "{job}"]
 
     def _said(self) -> Mapping[str, Any]:
         if not (self._folder / "spool").exists():
             return {}
-        command = [_BOOTSEER, "report", "--json", str(self._folder / "spool")]
+        command = [BOOTSEER, "report", "--json", str(self._folder / "spool")]
         done = subprocess.run(command, env=self.env, capture_output=True, text=True, check=True)
         shutil.rmtree(self._folder / "spool")
         (said,) = json.loads(done.stdout)["environments"]
