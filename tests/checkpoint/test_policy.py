@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bootseer.checkpoint.files import Files
 from bootseer.checkpoint.layout import Policy, encode_policy, parse_policy
 from bootseer.errors import BootseerError, CorruptError, PermanentError, UsageError
 
@@ -75,6 +77,18 @@ def test_invalid_values_are_refused(values: dict[str, int]) -> None:
     assert caught.value.hint
     with pytest.raises(CorruptError):
         parse_policy(json.dumps({"schema": "bootseer.stripes/1", **values}).encode())
+
+
+def test_a_stored_policy_has_at_most_64_kib(files: Files, job: Path) -> None:
+    policy = Policy(stripes=2)
+    files.set_policy("", policy)
+    path = job / ".stripes" / "policy.json"
+    stored = path.read_bytes()
+    path.write_bytes(stored.ljust(1 << 16))
+    assert Files(files.place).policy("") == policy
+    path.write_bytes(stored.ljust((1 << 16) + 1))
+    with pytest.raises(BootseerError):
+        Files(files.place).policy("")
 
 
 @pytest.mark.parametrize(
