@@ -23,9 +23,9 @@ from image_node import Node, have_converted
 
 ROOT = Path(__file__).parents[2]
 MODULES = {str(path.relative_to(ROOT / "src/bootseer")) for path in (ROOT / "src/bootseer").rglob("*.py")}
-MAX_FILES_OF_A_BLOCK = 25
-MAX_FILES_OF_A_RESTORE = 115
-MAX_FILES_OF_A_TENSOR = 62
+MAX_FILES_OF_A_BLOCK = 24
+MAX_FILES_OF_A_RESTORE = 114
+MAX_FILES_OF_A_TENSOR = 60
 NUM_ELEMENTS = 2 << 20
 
 _BLOCK = 4096
