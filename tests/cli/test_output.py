@@ -143,13 +143,17 @@ def test_piped_output_is_80_columns_wide(monkeypatch: pytest.MonkeyPatch) -> Non
         assert console.width == 80
 
 
-def test_no_color_turns_colours_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_color_turns_colours_off_unless_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
-    with terminal() as console:
-        assert not console.no_color
+    assert not without_colours("auto")
     monkeypatch.setenv("NO_COLOR", "1")
-    with terminal() as console:
-        assert console.no_color
+    assert [without_colours(word) for word in ("auto", "never", "always")] == [True, True, False]
+
+
+def without_colours(wanted: str) -> bool:
+    """Whether the console omits colours."""
+    with terminal(wanted) as console:
+        return console.no_color
 
 
 def test_names_from_jobs_and_stores_cannot_change_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:

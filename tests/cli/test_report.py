@@ -269,9 +269,10 @@ def test_piped_output_fits_its_width(run, log, more):
     assert max(len(line) for line in result.stdout.splitlines()) <= width
 
 
-def test_colour_in_a_pipe_only_when_asked(run, log):
-    assert "\x1b[" in run("report", log(), more={"FORCE_COLOR": "1"}).stdout
-    assert "\x1b[" not in run("report", log()).stdout
+def test_colour_only_when_asked(run, log):
+    assert "\x1b[" in run("report", log(), "--color", "always").stdout
+    assert "\x1b[" not in run("report", log(), "--color", "auto").stdout
+    assert "\x1b[" not in run("report", log(), "--color", "never", more={"FORCE_COLOR": "1"}).stdout
 
 
 def test_an_output_that_cannot_show_blocks_gets_what_it_can(run, log):

@@ -153,7 +153,7 @@ def watch_command(job: str, logs: tuple[str, ...], service: str | None, wait: bo
         from bootseer.report.analysis.prepare import Options
         from bootseer.report.read_logs import read_report
 
-        with watched(True, as_json) as show:
+        with watched(True, as_json, "auto") as show:
             read_report(logs or (job,), Options(job=job if logs else None), os.environ, watch=show, wait=wait)
         return
     with ExitStack() as stack:

@@ -123,15 +123,19 @@ def write_file(path: Path, data: str | bytes) -> None:
 
 
 @contextmanager
-def terminal(*, least: int = _MIN_WIDTH) -> Iterator[Console]:
-    """A console on standard output. It has `least` columns also where the terminal has fewer, which then breaks lines:
-    rows are easier to read so than cells of a few letters. Raises `PermanentError` like `print_json`."""
+def terminal(color: str = "auto", *, least: int = _MIN_WIDTH) -> Iterator[Console]:
+    """A console on standard output; `color` is auto, always or never. It has `least` columns also where the terminal
+    has fewer, which then breaks lines: rows are easier to read so than cells of a few letters. Raises `PermanentError`
+    like `print_json`."""
     from rich.console import Console
 
+    forced = {"always": True, "never": False}.get(color)
     with _standard_output() as file:
         width = None if file.isatty() else _piped_width()
+        plain = None if forced is None else not forced  # None: unless NO_COLOR is set
         # Text is shown as it is: names may contain `:100:` or `[b]`.
-        console = Console(file=file, width=width, highlight=False, markup=False, emoji=False)
+        console = Console(file=file, width=width, force_terminal=forced, no_color=plain, highlight=False, markup=False,
+                          emoji=False)  # fmt: skip
         if least:
             console.width = max(console.width, least)
         yield console

@@ -42,6 +42,13 @@ from bootseer.report.read_logs import read_report, read_runs
 @click.option("--follow", is_flag=True, help="Show which nodes are missing during the start, then the report.")
 @click.option("--wait", is_flag=True, help="With --follow: wait for a job that has not started yet.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON (schema bootseer.report/1).")
+@click.option(
+    "--color",
+    type=click.Choice(["auto", "always", "never"]),
+    default="auto",
+    show_default=True,
+    help="Colours in the output.",
+)
 def report_command(
     logs: tuple[str, ...],
     began_pattern: str | None,
@@ -51,6 +58,7 @@ def report_command(
     follow: bool,
     wait: bool,
     as_json: bool,
+    color: str,
     **chosen: Any,
 ) -> None:
     """Show where a startup's time went, node by node.
@@ -72,7 +80,7 @@ def report_command(
     stages = of_stages(patterns)
     if began_pattern is not None:
         stages.append(("training_began", compiled(began_pattern, re.MULTILINE)))
-    with watched(follow, as_json) as watch, Progress("reading") as progress:
+    with watched(follow, as_json, color) as watch, Progress("reading") as progress:
         report = read_report(
             logs, options, os.environ, patterns=stages, watch=watch, wait=wait, progress=progress.show_bytes
         )
@@ -91,7 +99,7 @@ def report_command(
         return
     from bootseer.report.render.terminal import render
 
-    with terminal() as console:
+    with terminal(color) as console:
         render(report, console)
     for path in (html, perfetto):
         if path is not None:
@@ -99,7 +107,7 @@ def report_command(
 
 
 @contextmanager
-def watched(follow: bool, as_json: bool) -> Iterator[Callable[[Moment], None] | None]:
+def watched(follow: bool, as_json: bool, color: str) -> Iterator[Callable[[Moment], None] | None]:
     """A function that shows a running start: a line updated in place on a terminal, otherwise a line per change."""
     if not follow:
         yield None
@@ -108,7 +116,7 @@ def watched(follow: bool, as_json: bool) -> Iterator[Callable[[Moment], None] | 
     else:
         from bootseer.report.render.terminal import following
 
-        with terminal(least=0) as console, following(console) as show:
+        with terminal(color, least=0) as console, following(console) as show:
             yield lambda moment: show(moment.text(), moment.timeless())
 
 
