@@ -1,15 +1,21 @@
-"""`bootseer run`, `stage` and `restart`: verbs that start a program."""
+"""`bootseer run`, `stage`, `restart` and `bench`: verbs that start a program.
+
+Like the tests, the benchmarks are in the source checkout and not part of the package; `make bench` runs them too.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 import time
+from pathlib import Path
 
 import click
 
 from bootseer.cli.output import Output, Progress
 from bootseer.cli.run_options import OPTIONS, SECTIONS, start
-from bootseer.cli.verb_parts import Number, WithCommand, json_option, with_options
+from bootseer.cli.verb_parts import Count, Number, WithCommand, json_option, with_options
+from bootseer.errors import UsageError
 
 
 class _Run(WithCommand):
@@ -99,3 +105,31 @@ def restart_command(job: str, within: float, output: Output) -> None:
         for run in runs
     ]
     output({"took_s": took_s, "runs": [asdict(run) for run in runs]}, *lines)
+
+
+@click.command("bench")
+@click.argument("names", nargs=-1, metavar="[NAME]...")
+@click.option("--quick", is_flag=True, help="Fewer rounds and smaller inputs.")
+@click.option(
+    "--rounds", metavar="N", type=Count(1, 999), help="Rounds of those whose rounds take minutes (checkpoint, nodes)."
+)
+def bench_command(names: tuple[str, ...], quick: bool, rounds: int | None) -> int:
+    """Run the benchmarks NAME... (default: all) of the source checkout that BootSeer is installed from.
+
+    The exit code is 1 if a claimed figure was not reached. Results are written to benchmarks/results in the checkout.
+
+    \b
+    bootseer bench --quick
+    bootseer bench image
+    """
+    import bootseer
+    from bootseer.launch.supervise import replace_process
+
+    program = Path(bootseer.__file__).absolute().parents[2] / "benchmarks" / "run.py"
+    if not program.is_file():
+        raise UsageError(
+            "the benchmarks are not installed: they are part of the source checkout",
+            hint="in a checkout: make bench, or pip install --editable '.[dev]' and bootseer bench",
+        )
+    words = [*(["--quick"] if quick else []), *([] if rounds is None else ["--rounds", str(rounds)]), *names]
+    return replace_process([sys.executable, str(program), *words], os.environ)

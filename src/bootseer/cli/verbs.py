@@ -29,6 +29,7 @@ _VERBS = {
     "snapshotter": ("agent", "Run the containerd proxy snapshotter: lazy images for Kubernetes."),
     "simulate": ("simulate", "Simulate startups on more nodes or with faster links."),
     "doctor": ("doctor", "Check what works on this machine, and explain what does not."),
+    "bench": ("run", "Run the benchmarks on this machine."),
 }
 
 
