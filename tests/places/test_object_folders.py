@@ -19,7 +19,7 @@ from bootseer.checkpoint.layout import Policy
 from bootseer.checkpoint.publish import PutSettings, put_checkpoint
 from bootseer.checkpoint.reading.reading import Reading
 from bootseer.checkpoint.verify import verify
-from bootseer.errors import NotEmptyError, NotFolderError, PermanentError, TransientError
+from bootseer.errors import NotEmptyError, NotFolderError, NotFoundError, PermanentError, TransientError
 from bootseer.places import objects
 from bootseer.places.bucket import link_text
 from bootseer.places.objects import ObjectPlace
@@ -255,3 +255,20 @@ def test_what_comes_into_a_folder_while_it_is_removed_is_not_lost(
     with pytest.raises(NotEmptyError):
         place.delete("d")
     assert content(place) == {"d": None, "d/file": b"x"}
+
+
+def test_the_old_name_of_an_interrupted_rename_goes_with_the_next_one(
+    place: ObjectPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_by_another_tool(place, "step-1/model")
+
+    def fail(link: str) -> None:
+        raise TransientError("the bucket fails")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(place, "_remove_link", fail)
+        with pytest.raises(TransientError):
+            place.rename("step-1", "removed")
+    with pytest.raises(NotFoundError):
+        place.rename("step-1", "again")
+    assert content(place) == {"removed": None, "removed/model": b"step-1/model"}

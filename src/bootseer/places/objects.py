@@ -330,8 +330,10 @@ class ObjectPlace(Place):
         for number in range(_CLAIMS):
             folder = self._folder(source, fresh=True)
             claim = self._owner(folder)
-            if claim is not None:
-                claim = self._claim(folder.prefix, new, claim)
+            if claim is None:  # renamed before, by a process that ended before it removed this name
+                self._remove_link(folder.link)
+                break
+            claim = self._claim(folder.prefix, new, claim)
             if claim is None:
                 break
             made = self._put(new, link_text(folder.prefix), create=True)
