@@ -79,6 +79,16 @@ def test_the_missing_node_is_named_and_the_report_follows(follow, tmp_path, alar
     assert out.startswith("8 of 8 nodes began training\nStartup took ")
 
 
+def test_watch_of_a_folder_ends_when_training_has_begun(env, tmp_path, alarm):
+    (tmp_path / "spool").mkdir()
+    events = started()
+    written(events, tmp_path / "spool" / "job.jsonl")
+    words = [*BOOTSEER, "watch", events[0].job, "spool", "--json"]
+    done = subprocess.run(words, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout.splitlines()[-1])["over"] is True
+
+
 def test_json_lines_and_an_interrupt(follow, tmp_path, alarm):
     written(split(started(silent=frozenset({5})))[0], tmp_path / "job.log")
     with follow("job.log", "--json") as process:
