@@ -139,15 +139,15 @@ def _block(number: int, at: int, num_each: int) -> int:
 def _ask(address: str, number: int, num_each: int) -> None:
     from bootseer.peers.choice import Level
     from bootseer.peers.client import Client
-    from bootseer.peers.protocol import Request
+    from bootseer.peers.protocol import ANSWER, Request
 
     connection, _ = Client(_SECRET)._connect(address, 30.0)
     connection.sock.settimeout(60.0)
     into = bytearray(_BLOCK)
     for at in range(num_each):
         start = _block(number, at, num_each)
-        connection.send(connection.signer.encode(Request(_IDENTITY, start, _BLOCK, Level.GLOBAL, "m"), address))
-        connection.read_head()
+        connection.send(connection.signer.sign(Request(_IDENTITY, start, _BLOCK, Level.GLOBAL, "m")))
+        connection.receive(ANSWER)
         left = _BLOCK - len(connection._received)
         connection._received = b""
         _throw_away(connection.sock, into, left)
