@@ -85,7 +85,7 @@ def also_folders(infos: Iterable[FileInfo]) -> list[str]:
     return sorted(names[True] & names[False])
 
 
-TWOFOLD: Final = "is a file and a folder; rename one of them with the tool that made them"
+FILE_AND_FOLDER: Final = "is a file and a folder; rename one of them with the tool that made them"
 
 
 def missing_parts(files: Files, path: str) -> list[str]:

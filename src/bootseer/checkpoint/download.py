@@ -26,7 +26,7 @@ from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
-from bootseer.checkpoint.catalog import TWOFOLD, also_folders, walk
+from bootseer.checkpoint.catalog import FILE_AND_FOLDER, also_folders, walk
 from bootseer.checkpoint.files import FileInfo, Files
 from bootseer.checkpoint.head import Head
 from bootseer.checkpoint.reading.file import CheckpointFile
@@ -161,7 +161,7 @@ def get_checkpoint(
     info = files.stat(path)
     found = sorted(walk(files, path, folders=True), key=lambda info: info.path)
     if names := also_folders(found):
-        raise PermanentError(f"{files.place.uri}/{names[0]} {TWOFOLD}")
+        raise PermanentError(f"{files.place.uri}/{names[0]} {FILE_AND_FOLDER}")
     infos = [info for info in found if not info.is_folder]
     if only and not info.is_folder:
         raise UsageError(f"{files.place.uri}/{path} is a file", hint="--only chooses files of a folder")

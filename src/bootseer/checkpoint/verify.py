@@ -17,7 +17,7 @@ from itertools import islice
 from typing import Any
 
 from bootseer.blocks.codec import digest_of
-from bootseer.checkpoint.catalog import TWOFOLD, UNSAVED, also_folders, unsaved, walk
+from bootseer.checkpoint.catalog import FILE_AND_FOLDER, UNSAVED, also_folders, unsaved, walk
 from bootseer.checkpoint.files import FileInfo, Files
 from bootseer.checkpoint.head import Head, Part, Segment, part_path
 from bootseer.checkpoint.layout import CHUNK_BYTES
@@ -94,7 +94,7 @@ def verify(files: Files, path: str, *, progress: Callable[[int, int], None] | No
     if not any(info.path == path for info in infos):  # a folder
         unfinished = unsaved(info.path for info in infos)
         problems += [Problem(folder, 0, 0, "", "", UNSAVED, repairable=False) for folder in unfinished]
-    problems += [Problem(name, 0, 0, "", "", TWOFOLD, repairable=False) for name in also_folders(all_infos)]
+    problems += [Problem(name, 0, 0, "", "", FILE_AND_FOLDER, repairable=False) for name in also_folders(all_infos)]
     problems.sort(key=lambda problem: (problem.path, problem.offset))
     return Verdict(len(infos), sum(info.is_striped for info in infos), size_bytes, problems)
 

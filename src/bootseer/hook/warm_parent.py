@@ -390,7 +390,7 @@ class Server:
             self._leave(f"it cannot be copied: {error.strerror}")
 
     def _leave(self, reason: str) -> NoReturn:
-        """End, with the reason for who asks next."""
+        """End; the next request gets the reason."""
         for end in (self._end, self._run):
             with contextlib.suppress(OSError, AttributeError):
                 end.send(f"the warm parent has ended: {reason}".encode())  # type: ignore[union-attr]
