@@ -139,6 +139,8 @@ get_hadoop() {
   scripts/hadoop.sh || say "no Hadoop: tests of HDFS fail, unless BOOTSEER_WITHOUT_HDFS=1 skips them"
 }
 
+get_criu() { scripts/criu.sh || say "no CRIU 4.1.1: tests of process snapshots are skipped"; }
+
 # pip does not compile editable installs, and a program that starts others must not spend time compiling itself. Also
 # after each change of a source: tests start the program thousands of times.
 compile_sources() { "$venv/bin/python" -m compileall -q src; }
@@ -147,6 +149,7 @@ check_python
 install_packages
 if [[ -e $stamp && "$(<"$stamp")" == "$(wanted)" && -x $venv/bin/bootseer ]]; then
   get_hadoop
+  get_criu
   compile_sources
   exit 0
 fi
@@ -156,5 +159,6 @@ say "installing BootSeer with its tools and the demo job's requirements into .ve
 pip_install --quiet --editable '.[dev]' --requirement scripts/requirements.txt || die "pip failed; run make setup again"
 compile_sources
 get_hadoop
+get_criu
 wanted >"$stamp"
 say "done"
