@@ -24,6 +24,7 @@ pytest_plugins = [
     "once",  # before the plugins that import it
     "conftest_launch",
     "conftest_ran",
+    "criu",
     "forked_workers",
     "image_node",
     "lock_tracker",

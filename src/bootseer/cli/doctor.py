@@ -58,6 +58,7 @@ def doctor_command(output: Output, spool: Path | None, bundle: Path | None) -> N
         (doctor.PEERS, doctor.check_peers),
         (doctor.NAMES, doctor.check_names),
         (doctor.STACKS, doctor.check_stacks),
+        (doctor.PROCESSES, lambda: doctor.check_processes(os.environ)),
         (service.CHECK, lambda: service.check(runtime_root())),
     ]
     if configuration():

@@ -33,6 +33,8 @@ from bootseer.hdfs.namenode import NameNode
 from bootseer.launch.environment.view import private_capture_ways
 from bootseer.logs import without_secrets
 from bootseer.machine.check import Check, Status
+from bootseer.machine.criu import PROGRAM as CRIU
+from bootseer.machine.criu import check_criu, criu_version, find_criu
 from bootseer.machine.kernel import AS_ROOT, may_open_fuse
 from bootseer.mounts import control
 from bootseer.mounts.state import Runtime
@@ -41,6 +43,7 @@ from bootseer.peers.names import reverse_s
 from bootseer.trace import stacks
 
 ENVIRONMENTS, PEERS, NAMES, HDFS_LOGIN, STACKS = "environments", "peers", "names", "HDFS login", "stack samples"
+PROCESSES = "process snapshots"
 _LOGIN_S = 8.0
 _NAMES_S, _SLOW_NAMES_S = 3.0, 0.05
 
@@ -114,6 +117,21 @@ def check_stacks() -> Check:
     if not text:
         return Check(STACKS, "limited", "", note, "run as root, or set kernel.yama.ptrace_scope=0", opens)
     return Check(STACKS, "ok", str(stacks.program()), "", "", opens)
+
+
+def check_processes(environ: Mapping[str, str]) -> Check:
+    """Whether there is a CRIU that can dump and restore processes here."""
+    opens = ("run --warm: the first start on a node restores the imported modules",)
+    try:
+        path = find_criu(environ)
+        found = f"{path} {criu_version(path, environ)}"
+    except LookupError as error:
+        todo = f"apt-get install criu (from Debian 13 on), or name another one in {CRIU}"
+        return Check(PROCESSES, "missing", "", str(error), todo, opens)
+    if reason := check_criu(path, environ):
+        todo = "run as root, in a container with CAP_CHECKPOINT_RESTORE and CAP_SETPCAP"
+        return Check(PROCESSES, "broken", found, reason, todo, opens)
+    return Check(PROCESSES, "ok", found, "", "", opens)
 
 
 def check_hdfs_login() -> Check:
