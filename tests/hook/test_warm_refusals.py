@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bootseer.hook import programs, warm_child, warm_launcher, warm_parent
+from bootseer.hook import programs, warm_child, warm_imports, warm_launcher
 from hook.test_warm import HOOK, Launcher
 
 pytestmark = pytest.mark.slow
@@ -81,9 +81,9 @@ def test_the_library_of_a_driver_may_be_mapped_as_long_as_no_device_is_open(
     assert launcher.reasons() == [""]
     device = tmp_path / "device"
     device.touch()
-    monkeypatch.setattr(warm_parent, "_DEVICES", (str(device),))
+    monkeypatch.setattr(warm_imports, "_DEVICES", (str(device),))
     with device.open():
-        assert warm_parent.unfit() == "a device's driver is in use"
+        assert warm_imports.unfit() == "a device's driver is in use"
 
 
 def test_a_package_that_may_not_be_imported_is_left_out_as_a_whole_at_once(launcher: Launcher):

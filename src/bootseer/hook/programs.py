@@ -26,6 +26,11 @@ KNOWN = "warm.json"
 MAX_BYTES = 1 << 20
 VARIABLE = "BOOTSEER_WARM"
 PARENT = "warm_parent.py"
+SNAPSHOT = "snapshot"
+"""First argument of a warm parent that is to be dumped, instead of the number of its socket."""
+FACTS = "facts.json"
+"""File that such a warm parent writes when it is ready: its process id, the variables that imports read, and why it
+must not be dumped, if it must not."""
 _MAX_FILES = 200
 _FLAGS = ("-u",)
 _IMPORT = re.compile(rb"(?m)^[ \t]*(?:from\s+([\w.]+)\s+import\b\s*(\((?:[^)#]+|#.*)*|[\w, ]*)|import\s+([\w., ]+))")
@@ -134,11 +139,42 @@ def read_known(folder: str) -> dict[str, Any]:
         return {}
 
 
+def write_facts(folder: str, facts: Mapping[str, Any]) -> None:
+    """Write `FACTS` to a folder. Raises `OSError`."""
+    import json
+
+    path = os.path.join(folder, FACTS)
+    with open(f"{path}.new", "w") as file:
+        json.dump(facts, file)
+    os.replace(f"{path}.new", path)
+
+
 def restart_address(run_id: str, pid: int) -> str:
     """The abstract socket address of `bootseer run --restarts` with this process id, for warm parents. By the id alone
     those of launchers below the command would connect, too; runs of several pods in the host's network may have the
     same process id."""
     return f"\0bootseer-restart-{run_id}-{pid}"
+
+
+def process_address(pid: int) -> str:
+    """The abstract socket address at which this process waits for the warm parent that it restores from a process
+    snapshot. Process ids are unique in their namespace only, abstract addresses in that of the network."""
+    return f"\0bootseer-process-{os.stat('/proc/self/ns/pid').st_ino}-{pid}"
+
+
+def connect(address: str, pid: int) -> socket.socket | None:
+    """A socket to this process of the same user at an abstract address; None if it does not listen there."""
+    import socket
+
+    end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        end.connect(address)
+        if peer(end) == (pid, os.getuid()):
+            return end
+    except OSError:
+        pass
+    end.close()
+    return None
 
 
 def peer(end: socket.socket) -> tuple[int, int]:
@@ -162,13 +198,18 @@ class Recorder:
         self._early: list[str] | None = None
         self._before_device: list[str] | None = None
         self._launcher = ""
+        self._start: list[str] = []
+        """The launcher's command line up to its program."""
         parent = os.getppid()
         self._above = proc.environment(parent)
         try:
             # The variable excludes `bootseer run`, which is a Python program, too, but no launcher.
             if VARIABLE in self._above and os.readlink(f"/proc/{parent}/exe") == os.readlink("/proc/self/exe"):
-                started = parse([os.fsdecode(word) for word in proc.read(parent, "cmdline").split(b"\0")])
-                self._launcher = started[1] if started else ""
+                words = [os.fsdecode(word) for word in proc.read(parent, "cmdline").split(b"\0")]
+                started = parse(words)
+                if started:
+                    self._launcher = started[1]
+                    self._start = words[: 1 + len(started[0]) + (2 if started[2][0] == "-m" else 1)]
         except OSError:
             pass
 
@@ -211,6 +252,8 @@ class Recorder:
         record = {
             "schema": SCHEMA,
             "launcher": launcher,
+            "start": self._start,
+            "python": sys.executable,
             "program": program,
             "flags": flags,
             "modules": (self._early or self._before_device or []) if touched else self._modules(),

@@ -24,12 +24,13 @@ from bootseer.hook import programs
 from bootseer.io import proc
 
 if TYPE_CHECKING:
-    from bootseer.hook.warm_parent import Imports
+    from bootseer.hook.warm_imports import Imports
 
 _PR_SET_MM, _PR_SET_MM_MAP = 35, 14
 _PR_SET_NAME = 15
 _PR_GET_TID_ADDRESS = 40
 _CLONE_PARENT, _CLONE_CHILD_CLEARTID, _CLONE_CHILD_SETTID = 0x8000, 0x200000, 0x1000000
+_CLONE3 = 435
 # System call numbers of clone, get_robust_list and set_robust_list; whether clone's argument `tls` precedes `child_tid`
 _CALLS = {"x86_64": (56, 274, 273, False), "aarch64": (220, 100, 99, True)}
 SAME = b"same"
@@ -59,16 +60,26 @@ class Cloner:
         if libc.syscall(get_robust, 0, ctypes.byref(head), ctypes.byref(length)):
             raise NotImplementedError("this kernel is not supported")
         self._robust = head, length
+        self._thread = address.value
         thread = ctypes.c_void_p(address.value)
         self._rest = (ctypes.c_void_p(0), thread) if tls_first else (thread, ctypes.c_void_p(0))
 
-    def clone(self) -> int:
+    def clone(self, pid: int = 0) -> int:
         """As `os.fork`, except for the parent. The C library's atfork handlers do not run; they are not needed in a
-        process with a single thread. Raises `OSError`."""
-        flags = _CLONE_PARENT | _CLONE_CHILD_SETTID | _CLONE_CHILD_CLEARTID | signal.SIGCHLD
+        process with a single thread. `pid`: the child's process id, for which CAP_CHECKPOINT_RESTORE is needed. Raises
+        `OSError`."""
+        flags = _CLONE_PARENT | _CLONE_CHILD_SETTID | _CLONE_CHILD_CLEARTID
         null = ctypes.c_void_p(0)
+        call: tuple[Any, ...] = (self._clone, ctypes.c_long(flags | signal.SIGCHLD), null, null, *self._rest)
+        if pid:
+            wanted = ctypes.c_int(pid)
+            # `struct clone_args`: flags, pidfd, child_tid, parent_tid, exit_signal (that of this process), stack,
+            # stack_size, tls, set_tid, set_tid_size, cgroup
+            fields = (flags, 0, self._thread, 0, 0, 0, 0, 0, ctypes.addressof(wanted), 1, 0)
+            args = (ctypes.c_uint64 * len(fields))(*fields)
+            call = (_CLONE3, ctypes.byref(args), ctypes.c_size_t(ctypes.sizeof(args)))
         ctypes.pythonapi.PyOS_BeforeFork()
-        pid = int(libc.syscall(self._clone, ctypes.c_long(flags), null, null, *self._rest))
+        pid = int(libc.syscall(*call))
         if pid == 0:
             libc.syscall(self._set_robust, *self._robust)
             ctypes.pythonapi.PyOS_AfterFork_Child()
@@ -98,7 +109,7 @@ def become(
     """
     started_ns = time.monotonic_ns()
     try:
-        output = _captured_output()
+        output = captured_output()
         _kernel(request, fds, launcher, [one for one in (answer, comparison, successor) if one is not None])
         program = _interpreter(imports, request, launches=successor is not None)
         found = comparison.recv(MAX_REASON)
@@ -131,7 +142,7 @@ def capture_output() -> None:
         os.close(memory)
 
 
-def _captured_output() -> list[bytes]:
+def captured_output() -> list[bytes]:
     """The imports' output on stdout and stderr."""
     found = []
     for number, stream in ((1, sys.stdout), (2, sys.stderr)):

@@ -16,22 +16,16 @@ if __name__ == "__main__" and not sys.flags.safe_path:  # modules in this folder
     del sys.path[0]
 
 import contextlib
-import ctypes
-import gc
-import importlib
 import marshal
-import math
 import os
-import random
 import select
 import signal
 import socket
 import time
-import weakref
 from typing import Any, NoReturn
 
-from bootseer.hook import programs, warm_child, watch
-from bootseer.hook.warm_reads import RecordingEnviron, record_draws, record_generators
+from bootseer.hook import programs, warm_child
+from bootseer.hook.warm_imports import Imports, UnfitError, unfit
 from bootseer.io import proc
 from bootseer.io.memory import available_bytes
 
@@ -41,187 +35,24 @@ too, the second."""
 _SHARE = 0.25
 """It also ends if its memory is more than this share of what is available."""
 _LOOK_S = 10.0
-_CLOCK_NS = 20_000_000
-"""Tolerance for file times, which are of the kernel's last tick."""
 _PR_SET_PDEATHSIG = 1
+_TRIES = 10
 _SAME_STATUS = ("Uid", "Gid", "Groups", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb", "NoNewPrivs", "Seccomp")
 _SAME_FILES = ("cgroup", "attr/current", "personality")
 _SAME_LINKS = ("root", "exe", "ns/mnt", "ns/net", "ns/user", "ns/ipc", "ns/uts", "ns/cgroup", "ns/pid")
-_CHANGE_OTHERS = (
-    *("gevent", "eventlet", "ddtrace", "newrelic", "beartype.claw", "typeguard", "jaxtyping", "debugpy", "pydevd"),
-    *("coverage", "viztracer", "scalene", "pyinstrument", "intel_extension_for_pytorch", "mpi4py.MPI"),
-)
-"""Modules that change how others are imported, or that use the network at import."""
 
 
-class UnfitError(Exception):
-    """This process must not be copied; the text is the reason."""
-
-    def __init__(self, reason: str, module: str = "") -> None:
-        """`module`: the module whose import is the reason."""
-        super().__init__(reason)
-        self.module = module
-
-
-class Imports:
-    """The imports of a warm parent, and their side effects."""
-
-    def __init__(self, known: dict[str, Any]) -> None:
-        self.unseeded: list[weakref.ref[random.Random]] = []
-        self.variables = dict(os.environ)
-        self.known = known
-        self._cold = {str(name) for name in known.get("cold", {})}
-        self._drawn: list[str] = []
-
-    def load(self) -> None:
-        """Import all modules of the record, and store what requests are compared with. Raises `UnfitError`."""
-        watch.prepare()
-        before = self.variables
-        began_s, cpu_s = time.monotonic(), time.process_time()
-        since_ns = time.time_ns() - _CLOCK_NS
-        os.environ.__class__ = RecordingEnviron
-        stop_recording = record_draws(self._drawn), record_generators(self.unseeded)
-        gc.disable()  # imports create hardly any garbage
-        try:
-            self._import(self.known["modules"])
-        finally:
-            gc.enable()
-            for stop in stop_recording:
-                stop()
-            os.environ.__class__ = RecordingEnviron.__base__
-        # A garbage collection in a copy, above all the one at exit, would write to each of these objects and so copy
-        # their pages: 0.5 s of processor time for each rank of the demo.
-        gc.freeze()
-        self.took_s = time.monotonic() - began_s
-        self.cpu_s = time.process_time() - cpu_s
-        self.changed = {
-            name: os.environ.get(name) for name in {*before, *os.environ} if before.get(name) != os.environ.get(name)
-        }
-        self.reads = dict(RecordingEnviron.reads)
-        self._check()
-        origins = (getattr(getattr(module, "__spec__", None), "origin", None) for module in list(sys.modules.values()))
-        files = (path for path in origins if isinstance(path, str) and path.startswith("/"))
-        self.files = [(path, _stamp(path, since_ns)) for path in files]
-        # Imports look for optional packages, too. These folders change with an installation.
-        folders = (entry for entry in sys.path if entry.endswith(("/site-packages", "/dist-packages")))
-        self.files += [(folder, _stamp(folder)) for folder in folders]
-
-    def _import(self, names: list[str]) -> None:
-        for name in names:
-            if name in sys.modules or any(name == one or name.startswith(f"{one}.") for one in self._cold):
-                continue
-            if any(name == one or name.startswith(f"{one}.") for one in _CHANGE_OTHERS):
-                raise UnfitError(f"{name} is imported, which changes other modules", name)
-            state = _state()
-            # Importing a module also imports its packages. On failure, the outermost new package is left out next time.
-            parts = name.split(".")
-            above = (".".join(parts[:end]) for end in range(1, len(parts)))
-            first = next((package for package in above if package not in sys.modules), name)
-            try:
-                importlib.import_module(name)
-            except Exception:  # noqa: S112 - the program's own import raises it, too, or finds the module elsewhere
-                continue
-            if "*" in RecordingEnviron.reads:
-                raise UnfitError(f"{RecordingEnviron.reads['*']}, which {name} imports, reads all variables", first)
-            if self._drawn:
-                raise UnfitError(f"the import of {name} draws random bytes, in {self._drawn[0]}", first)
-            for what, value in _state().items():
-                if state.get(what, value) != value:
-                    raise UnfitError(f"the import of {name} changes {what}", first)
-
-    def _check(self) -> None:
-        changed = set(self.known["changed"]) - self.changed.keys()
-        name = next((name for name in sorted(changed) if name in self.reads or programs.native(name)), "")
-        if name:
-            raise UnfitError(f"the program sets {name}, which imports read")
-        if any(type(one).__module__.startswith("numpy.random") for one in _generators()):
-            raise UnfitError("an import created a random generator of numpy")
-
-    def files_differ(self) -> str:
-        """Name a module's file, or a folder of packages, that has changed since the imports; empty if none has."""
-        changed = next((path for path, stamp in self.files if _stamp(path) != stamp), "")
-        return f"{changed} has changed since the imports" if changed else ""
-
-
-def _generators() -> list[Any]:
-    numpy_random = sys.modules.get("numpy.random")
-    own = getattr(getattr(numpy_random, "mtrand", None), "_rand", None)
-    kinds = tuple(getattr(numpy_random, name, None) for name in ("RandomState", "Generator"))
-    return [one for one in gc.get_objects() if type(one) in kinds and one is not own] if numpy_random else []
-
-
-def _stamp(path: str, since_ns: float = math.inf) -> tuple[int, int, int] | None:
-    """What changes with a file; None if it does not exist or has changed since this time."""
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return (found.st_mtime_ns, found.st_size, found.st_ino) if found.st_ctime_ns < since_ns else None
-
-
-def _state() -> dict[str, Any]:
-    """State that an import without side effects does not change. Entries missing before the import are not compared."""
-    state: dict[str, Any] = {
-        "the open files": proc.open_files(),
-        "the current folder": os.getcwd(),
-        "the state of random": hash(random.getstate()),
-        "how signals are handled": [signal.getsignal(number) for number in signal.valid_signals()],
-        "tracing": (sys.gettrace(), sys.getprofile()),
-        "children": _children(),
-    }
-    mtrand: Any = sys.modules.get("numpy.random.mtrand")
-    if hasattr(mtrand, "get_state"):
-        state["the state of numpy.random"] = mtrand.get_state()[1].tobytes()
-    torch: Any = sys.modules.get("torch")
-    if hasattr(torch, "initial_seed") and hasattr(torch, "default_generator"):
-        state["torch's seed"] = torch.initial_seed()
-    return state
-
-
-_DEVICES = ("/dev/nvidia", "/dev/kfd")
-
-
-def unfit() -> str:
-    """Why this process must not be copied now; empty if it may be."""
-    maps = proc.read("self", "maps").decode(errors="replace")
-    # Not the driver's library: a CUDA build of torch maps libcuda.so when it is imported, and leaves it alone until the
-    # first use of a device (`cuInit`), which opens the driver's device files.
-    opened = [_link(f"/proc/self/fd/{number}") for number in proc.open_files()]
-    if any(name in maps or any(path.startswith(name) for path in opened) for name in _DEVICES):
-        return "a device's driver is in use"
-    if any(words[1].startswith("rw") and words[1].endswith("s") for words in map(str.split, maps.splitlines())):
-        return "memory is shared with other processes"
-    if len(os.listdir("/proc/self/task")) > 1:
-        _end_pools(maps)
-    tasks = os.listdir("/proc/self/task")
-    if len(tasks) > 1:
-        return f"an import started threads ({len(tasks) - 1} besides the first)"
-    if _children():
-        return "an import started a process"
-    return ""
-
-
-def _children() -> bytes:
-    return proc.read("self", f"task/{os.getpid()}/children").strip()
-
-
-def _end_pools(maps: str) -> None:
-    """End OpenBLAS's idle threads, as its own fork handler does. The next matrix product starts them again."""
-    for path in {line.split()[-1] for line in maps.splitlines() if "openblas" in line.rpartition("/")[2]}:
-        end = getattr(ctypes.CDLL(path), "blas_thread_shutdown_", None)
-        if end is not None:
-            end()
-    until_s = time.monotonic() + 1.0
-    while len(os.listdir("/proc/self/task")) > 1 and time.monotonic() < until_s:  # joined, but still listed
-        time.sleep(0.001)
+def _rights_differ(other: int) -> list[str]:
+    """In which rights this process differs from another one."""
+    ours, theirs = proc.status(), proc.status(other)
+    changed = [name for name in _SAME_STATUS if ours.get(name) != theirs.get(name)]
+    return changed + [name for name in _SAME_FILES if proc.read("self", name) != proc.read(other, name)]
 
 
 def _privileges_differ(request: dict[str, Any], launcher: int) -> str:
     """Changes that the launcher made to its own process since its start and that copies cannot get."""
-    ours, theirs = proc.status(), proc.status(launcher)
-    changed = [name for name in _SAME_STATUS if ours.get(name) != theirs.get(name)]
-    changed += [name for name in _SAME_FILES if proc.read("self", name) != proc.read(launcher, name)]
-    changed += [name for name in _SAME_LINKS if _link(f"/proc/self/{name}") != _link(f"/proc/{launcher}/{name}")]
+    changed = _rights_differ(launcher)
+    changed += [name for name in _SAME_LINKS if proc.link("self", name) != proc.link(launcher, name)]
     if os.sched_getscheduler(0) != os.sched_getscheduler(launcher):
         changed.append("scheduling policy")
     if not request["session"] and (os.getsid(0), os.getpgid(0)) != (os.getsid(launcher), os.getpgid(launcher)):
@@ -285,13 +116,6 @@ def _may_set(imports: Imports, main: str, words: set[str]) -> str:
     return f"{os.path.basename(main)} may set {name}, which imports read" if name else ""
 
 
-def _link(path: str) -> str:
-    try:
-        return os.readlink(path)
-    except OSError:
-        return ""
-
-
 def prepare(number: int) -> tuple[socket.socket, socket.socket | None]:
     """Close inherited descriptors, and let this process end with the launcher, or with the `bootseer run --restarts`
     that started it.
@@ -316,34 +140,25 @@ def prepare(number: int) -> tuple[socket.socket, socket.socket | None]:
     return end, run
 
 
-def _run(launcher: int) -> socket.socket | None:
+def _run(launcher: int, run_id: str = "") -> socket.socket | None:
     """A socket to `bootseer run --restarts`, if it restarts this launcher; else None."""
-    above, run_id = proc.parent(launcher), os.environ.get("BOOTSEER_RUN_ID")
-    if not run_id or not above:
-        return None
-    run = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        run.connect(programs.restart_address(run_id, above))
-        if programs.peer(run) == (above, os.getuid()):
-            return run
-    except OSError:
-        pass
-    run.close()
-    return None
+    above = proc.parent(launcher)
+    run_id = run_id or os.environ.get("BOOTSEER_RUN_ID", "")
+    return programs.connect(programs.restart_address(run_id, above), above) if run_id and above else None
 
 
 class Server:
     """Answers requests of one launcher and, after its end, of the `bootseer run --restarts` that restarts it."""
 
-    def __init__(self, end: socket.socket, run: socket.socket | None, imports: Imports) -> None:
-        """Load `imports`."""
+    def __init__(self, end: socket.socket | None, run: socket.socket | None, imports: Imports) -> None:
+        """Load `imports`. `end`: None if this process is dumped and serves where it is restored."""
         self._end, self._run, self._imports = end, run, imports
         above = self._launcher = os.getppid()
-        self._began = {
-            "argv": [os.fsdecode(word) for word in proc.read(above, "cmdline").split(b"\0")[:-1]],
-            "comm": proc.read(above, "comm").strip(),
-        }
+        self._began: dict[str, Any] = {}
         """The launcher's command line and process name, for its restart."""
+        if end is not None:
+            self._began["argv"] = [os.fsdecode(word) for word in proc.read(above, "cmdline").split(b"\0")[:-1]]
+            self._began["comm"] = proc.read(above, "comm").strip()
         self._reason, self._module = "", ""
         try:
             imports.load()
@@ -369,7 +184,7 @@ class Server:
                 ends.remove(ready[0])
                 if self._run not in ends:
                     break
-                self._end.close()
+                ready[0].close()
                 continue
             program = self._answer(fds, again=ready[0] is self._run)
             if program is not None:
@@ -408,8 +223,8 @@ class Server:
             request = marshal.load(file)  # noqa: S302 - from our launcher
         if again:
             request.update(self._began)
-            fds.insert(2, os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))  # the launcher's first folder
-        imports, folder = self._imports, _link(f"/proc/self/fd/{fds[2]}")
+            fds.insert(2, os.open(request.get("folder", "."), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))
+        imports, folder = self._imports, proc.link("self", f"fd/{fds[2]}")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         copy = -1
         try:
@@ -451,9 +266,9 @@ class Server:
         imports, launcher, successor = self._imports, self._launcher, None
         facts = {"saved_s": imports.cpu_s, "import_s": imports.took_s, "modules": len(sys.modules)}
         # `become` closes descriptors by number. Socket objects that close theirs later could hit new files.
-        self._end.close()
-        if self._run is not None:
-            self._run.close()
+        for end in (self._end, self._run):
+            if end is not None:
+                end.close()
         if again:
             successor = self._fork_successor(request)
             launcher = os.getppid()
@@ -479,8 +294,38 @@ class Server:
             return ours
         ours.close()
         self._end, self._launcher = theirs, os.getppid()
-        self._run = _run(self._launcher)
+        self._run = _run(self._launcher, os.fsdecode(request["env"].get(b"BOOTSEER_RUN_ID", b"")))
         return None
+
+    def snapshot(self, folder: str) -> Any:
+        """Write `programs.FACTS` to `folder`, and wait until this process has been dumped, and restored by another
+        `bootseer run`; then serve that. Ends the process if it must not be dumped."""
+        imports, output = self._imports, warm_child.captured_output()
+        null = os.open(os.devnull, os.O_RDWR)
+        for number in (0, 1, 2):
+            os.dup2(null, number)
+        os.close(null)
+        os.chdir("/")
+        here = os.getppid(), os.stat("/proc/self/ns/pid").st_ino
+        facts = {"pid": os.getpid(), "reads": sorted(imports.reads), "why_not": self._reason, "module": self._module}
+        programs.write_facts(folder, facts)
+        if self._reason:
+            os._exit(0)
+        # Python's own functions compute deadlines with the monotonic clock, which another machine's is far from.
+        while here == (os.getppid(), os.stat("/proc/self/ns/pid").st_ino):
+            warm_child.libc.usleep(2000)
+        above = self._launcher = os.getppid()
+        self._run = programs.connect(programs.process_address(above), above)
+        if self._run is None:
+            os._exit(1)
+        warm_child.capture_output()
+        for number, text in zip((1, 2), output, strict=True):
+            os.write(number, text)
+        differing = _rights_differ(above)
+        if differing:
+            self._reason = f"the process snapshot has other rights than this start: {', '.join(differing)}"
+        _forget_node()
+        return self.serve()
 
 
 def serve(number: int, folder: str, launcher: str) -> Any:
@@ -493,6 +338,48 @@ def serve(number: int, folder: str, launcher: str) -> Any:
     return Server(end, run, Imports(programs.read_known(folder).get(launcher, {}))).serve()
 
 
+def _forget_node() -> None:
+    """Empty what the standard library stores about the node and the process's start."""
+    for name, variable, value in (
+        ("platform", "_uname_cache", None),
+        ("uuid", "_node", None),
+        ("logging", "_startTime", time.time() if sys.version_info < (3, 13) else time.time_ns()),
+    ):
+        if hasattr(sys.modules.get(name), variable):
+            setattr(sys.modules[name], variable, value)
+
+
+def snapshot(folder: str, launcher: str, target: str) -> Any:
+    """Import in a process that can be dumped; see `Server.snapshot`. Returns only in copies of the restored process."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        for number in proc.open_files():
+            if number > 2:
+                os.close(number)
+        if _clone_far() > 0:
+            os._exit(0)
+        warm_child.libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        warm_child.capture_output()
+        server = Server(None, None, Imports(programs.read_known(folder).get(launcher, {}), dumped=True))
+    except Exception as error:
+        programs.write_facts(target, {"why_not": f"{type(error).__name__}: {error}"})
+        os._exit(1)
+    return server.snapshot(target)
+
+
+def _clone_far() -> int:
+    """Fork with a process id that is probably free on other nodes, too: among the last ones, which the kernel reaches
+    last. Raises `OSError`."""
+    last = int(proc.read("sys", "kernel/pid_max"))
+    for attempt in range(_TRIES):
+        try:
+            return warm_child.Cloner().clone(last - 1 - int.from_bytes(os.urandom(4), "little") % (last // 8))
+        except FileExistsError:
+            if attempt == _TRIES - 1:
+                raise
+    raise AssertionError
+
+
 if __name__ == "__main__":
-    program = serve(int(sys.argv[1]), sys.argv[2], sys.argv[3])
+    program = snapshot(*sys.argv[2:]) if sys.argv[1] == programs.SNAPSHOT else serve(int(sys.argv[1]), *sys.argv[2:])
     program()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import socket
 import sys
 import weakref
 from collections.abc import Callable
@@ -70,6 +71,22 @@ def record_draws(drawn: list[str]) -> Callable[[], None]:
 
     os.urandom = record
     setattr(random, "_urandom", record)  # noqa: B010 - mypy does not know it
+    return end
+
+
+def record_names(found: list[str]) -> Callable[[], None]:
+    """Append to `found` the modules that read the node's name, which a process snapshot would carry to other nodes,
+    until the returned function is called."""
+    gethostname = socket.gethostname
+
+    def record() -> str:
+        found.append(_caller(("socket",)))
+        return gethostname()
+
+    def end() -> None:
+        socket.gethostname = gethostname
+
+    socket.gethostname = record
     return end
 
 

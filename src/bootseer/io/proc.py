@@ -28,6 +28,13 @@ def read(pid: int | str, name: str) -> bytes:
         return b""
 
 
+def link(pid: int | str, name: str) -> str:
+    """The target of a link in a process's folder; empty if it cannot be read."""
+    with contextlib.suppress(OSError):
+        return os.readlink(f"/proc/{pid}/{name}")  # noqa: PTH115
+    return ""
+
+
 def stat(pid: int) -> list[bytes]:
     """The fields of `stat` from the state on. They follow the name, which may contain anything."""
     return read(pid, "stat").rpartition(b")")[2].split()

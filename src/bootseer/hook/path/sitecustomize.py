@@ -89,8 +89,9 @@ def _watch_imports() -> None:
 
     def begin(now_ns: int) -> None:
         """Start marking this process: at once in a copy of a warm parent, which has imported the frameworks already."""
-        nonlocal started_ns, stat
-        started_ns, stat = now_ns, _read_stat()  # now, before the program has children of its own
+        nonlocal started_ns, stat, warm
+        # Now, before the program has children of its own. A restored warm parent's folder was that of another run.
+        started_ns, stat, warm = now_ns, _read_stat(), os.environ.get("BOOTSEER_WARM", "")
         atexit.register(at_exit)
         if any(name in sys.modules for name in TRIGGERS):
             from bootseer.hook import watch
