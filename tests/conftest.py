@@ -17,7 +17,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from bootseer.errors import BootseerError
 from bootseer.io.files import delete_tree
+from bootseer.mounts import kernel
 
 pytest.register_assert_rewrite("store.contract")
 pytest_plugins = [
@@ -70,15 +72,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _remove_earlier_runs() -> None:
-    """Remove the folders of failed or killed runs, 4 GB each, except the latest and those in use or with mounts."""
+    """Unmount what killed runs left mounted, and remove the folders of failed or killed runs, 4 GB each, except the
+    latest. Runs that still go on hold a lock."""
     runs = [(folder.stat().st_mtime, folder) for folder in Path("/tmp").glob("bootseer-tests-*") if folder.exists()]
-    for _, folder in sorted(runs)[:-1]:
+    for age, (_, folder) in enumerate(sorted(runs, reverse=True)):
         # It is locked by its run, belongs to another user, was deleted, or has a tree that is too deep.
-        with contextlib.suppress(OSError, RecursionError):
+        with contextlib.suppress(OSError, RecursionError, BootseerError):
             lock = os.open(folder, os.O_RDONLY)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if f" {folder}/" not in Path("/proc/self/mountinfo").read_text(errors="replace"):
+                for point in reversed(kernel.mounts_below(folder)):
+                    kernel.unmount(Path(point), lazy=True)
+                if age and not kernel.mounts_below(folder):
                     delete_tree(folder)
             finally:
                 os.close(lock)

@@ -14,6 +14,7 @@ from bootseer.artifact.cache_space import CacheSpace
 from bootseer.cache.cache import Cache
 from cached import BLOCK, content, index_of, put
 from image_node import Node, have_converted
+from small_disks import small_disk
 
 pytestmark = [pytest.mark.root, pytest.mark.fuse]
 Start = Callable[..., subprocess.CompletedProcess[str]]
@@ -22,15 +23,8 @@ Start = Callable[..., subprocess.CompletedProcess[str]]
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 8 MiB, less than 1.5 times one of the image's two large files."""
-    if os.geteuid():
-        pytest.skip("needs root to mount a tmpfs")
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    made = ["mount", "-t", "tmpfs", "-o", "size=8m,mode=700", "tmpfs", str(folder)]
-    if subprocess.run(made, check=False).returncode:
-        pytest.skip("cannot mount a tmpfs here")
-    yield folder
-    subprocess.run(["umount", "--lazy", folder], check=True)
+    with small_disk(tmp_path / "disk", "size=8m") as folder:
+        yield folder
 
 
 @pytest.fixture

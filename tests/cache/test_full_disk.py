@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 
 import pytest
 
 from bootseer.cache.cache import Cache
 from bootseer.cache.disk import CacheFull
 from cached import BLOCK, BOOT, block_of, content, fetch, index_of, put
+from small_disks import small_disk
 
 pytestmark = pytest.mark.root
 
@@ -17,20 +17,8 @@ pytestmark = pytest.mark.root
 @pytest.fixture
 def disk(tmp_path):
     """A tmpfs of 512 KiB."""
-    if os.geteuid():
-        pytest.skip("needs root to mount a tmpfs")
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=512k,mode=700", "tmpfs", folder],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if made.returncode:
-        pytest.skip(f"cannot mount a tmpfs here: {made.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "--lazy", folder], check=True)
+    with small_disk(tmp_path / "disk", "size=512k") as folder:
+        yield folder
 
 
 def fill_up(folder, *, leave=0):

@@ -20,6 +20,7 @@ from fault_proxy import Fault, FaultProxy, Request
 from image_node import push
 from oci_images import file, layer, write_layout
 from registry import Registry, needs_registry
+from small_disks import small_disk
 
 pytestmark = pytest.mark.slow
 
@@ -104,13 +105,8 @@ def test_a_tag_that_the_registry_refuses_holds_no_other_up(tmp_path: Path, run: 
 @pytest.fixture
 def full_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system with room for one file: the state's lock, but not the state."""
-    folder = tmp_path / "full"
-    folder.mkdir()
-    words = ["mount", "-t", "tmpfs", "-o", "nr_inodes=2", "tmpfs", str(folder)]
-    if os.geteuid() or subprocess.run(words, capture_output=True, check=False).returncode:
-        pytest.skip("needs root to mount a tmpfs")
-    yield folder
-    subprocess.run(["umount", "--lazy", folder], check=True)
+    with small_disk(tmp_path / "full", "nr_inodes=2") as folder:
+        yield folder
 
 
 @pytest.mark.root

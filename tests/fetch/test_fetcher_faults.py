@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import threading
 
 import pytest
@@ -15,6 +14,7 @@ from bootseer.errors import AccessError, CorruptError, NotFoundError, TransientE
 from bootseer.fetch.fetch_settings import FetchSettings
 from bootseer.fetch.fetcher import Fetcher
 from fetch.files import BLOCK
+from small_disks import small_disk
 from store_doubles import Fault, FaultyStore
 from waiting import until
 
@@ -163,23 +163,15 @@ def test_an_adapter_that_lets_a_foreign_error_through_fails_no_other_request(fet
 
 
 @pytest.fixture
-def small_disk(tmp_path):
+def disk(tmp_path):
     """256 KiB: the file's index fits, its data does not."""
-    if os.geteuid():
-        pytest.skip("needs root to mount a tmpfs")
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=256k,mode=700", "tmpfs", folder]
-    made = subprocess.run(mount, capture_output=True, text=True, check=False)
-    if made.returncode:
-        pytest.skip(f"cannot mount a tmpfs here: {made.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
+    with small_disk(tmp_path / "disk", "size=256k") as folder:
+        yield folder
 
 
 @pytest.mark.root
-def test_a_full_disk_serves_readers_from_memory_says_so_once_and_fails_a_pull(small_disk, index, origin, data):
-    cached = Cache(small_disk).open(index)
+def test_a_full_disk_serves_readers_from_memory_says_so_once_and_fails_a_pull(disk, index, origin, data):
+    cached = Cache(disk).open(index)
     problems = []
     fetcher, store = Fetcher(QUICK, on_problem=problems.append), FaultyStore(origin)
     fetcher.add(index, store, cached)

@@ -22,6 +22,7 @@ from bootseer.mounts.shared_layers import mount_shared, mounted_layers, unmount_
 from bootseer.mounts.state import MountState, Runtime
 from mounts.images import write_image
 from mounts.starting import DEADLINE_S, Start
+from small_disks import small_disk
 from waiting import until
 
 pytestmark = pytest.mark.root
@@ -281,12 +282,7 @@ def test_a_mount_point_may_have_a_name_that_is_not_utf_8(place: Path) -> None:
 
 def test_a_full_runtime_folder_is_one_clear_error(tmp_path: Path) -> None:
     # The folder itself and its three subfolders use up all inodes of this file system.
-    small = tmp_path / "small"
-    small.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "nr_inodes=4,mode=700", "tmpfs", small], check=True)
-    try:
+    with small_disk(tmp_path / "small", "nr_inodes=4") as small:
         runtime = Runtime(small / "bootseer")
         with pytest.raises(PermanentError, match="No space left on device; make room there"):
             runtime.new_folder()
-    finally:
-        subprocess.run(["umount", small], check=True)

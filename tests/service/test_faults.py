@@ -35,6 +35,7 @@ from fleet import INSTALL, Fleet
 from postgres import running_postgres
 from registry import free_port, make_certificate
 from running_service import RunningService, ask, running_service
+from small_disks import small_disk
 from waiting import until
 
 pytestmark = pytest.mark.slow
@@ -196,23 +197,20 @@ def test_whatever_is_killed_at_any_moment_each_line_counts_once(env, tmp_path, s
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], check=True)
-    yield disk
-    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", "size=1m") as folder:
+        yield folder
 
 
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small disk")
-def test_a_full_disk_of_the_service_refuses_and_of_the_node_costs_a_repetition(small_disk, tmp_path):
-    with running_service(tmp_path / "data", raw=str(small_disk / "raw")) as service:
-        folder = small_disk / "moe" / "attempt-0"
+def test_a_full_disk_of_the_service_refuses_and_of_the_node_costs_a_repetition(disk, tmp_path):
+    with running_service(tmp_path / "data", raw=str(disk / "raw")) as service:
+        folder = disk / "moe" / "attempt-0"
         folder.mkdir(parents=True)
         data = b"".join(Fleet(2).lines())
         (folder / "node.1.1.events").write_bytes(data)
-        filler = small_disk / "filler"
+        filler = disk / "filler"
         with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
             while True:
                 file.write(bytes(4096))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ import pytest
 from bootseer.errors import AccessError, NotFoundError, PermanentError, TransientError
 from bootseer.store.file import FileStore
 from bootseer.store.store import Store
+from small_disks import small_disk
 from store.contract import DATA, SharedStoreContract, all_files, get, put, sha256
 
 READERS = 64321
@@ -67,25 +67,22 @@ class TestFileStore(SharedStoreContract):
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)], check=True)
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", "size=2m") as folder:
+        yield folder
 
 
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small disk")
-def test_a_full_disk_is_an_error_and_nothing_stays(small_disk: Path) -> None:
-    store = FileStore(small_disk / "store")
+def test_a_full_disk_is_an_error_and_nothing_stays(disk: Path) -> None:
+    store = FileStore(disk / "store")
     put(store, b"x" * 1000, "before")
     upload = store.upload()
     with pytest.raises(PermanentError, match=r"No space left on device; nothing was stored, make room"):
         for _ in range(50):
             upload.write(DATA[:100_000])
     upload.abort()
-    assert Outside(small_disk).unfinished() == []
+    assert Outside(disk).unfinished() == []
     put(store, b"y" * 1_000_000, "after")
     assert sorted(found.name for found in store.list()) == ["after", "before"]
 

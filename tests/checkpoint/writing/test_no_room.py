@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from bootseer.checkpoint.reading.reading import Reading
 from bootseer.errors import NoSpaceError
 from bootseer.places.folder import FolderPlace
 from checkpoint.striped_files import content_of, in_memory, put_striped
+from small_disks import small_disk
 
 from .conftest import MIB, SMALL, Desk
 
@@ -22,29 +22,13 @@ pytestmark = [pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="ne
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    with _disk(tmp_path, 6) as folder:
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", "size=6m") as folder:
         yield folder
 
 
-@contextlib.contextmanager
-def _disk(tmp_path: Path, size_mib: int) -> Iterator[Path]:
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    options = f"size={size_mib}m,mode=700"
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True, text=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip(f"cannot mount a tmpfs here: {mounted.stderr.strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", folder], check=True)
-
-
-def test_a_file_that_does_not_fit_leaves_what_was_there_and_its_room(small_disk: Path, tmp_path: Path) -> None:
-    desk = Desk(small_disk / "root", tmp_path / "spool")
+def test_a_file_that_does_not_fit_leaves_what_was_there_and_its_room(disk: Path, tmp_path: Path) -> None:
+    desk = Desk(disk / "root", tmp_path / "spool")
     with contextlib.closing(desk.writing):
         desk.writing.write_file("job/file", *in_memory(b"o" * 2 * MIB), policy=SMALL)
         with pytest.raises(NoSpaceError):
@@ -60,8 +44,8 @@ def test_a_file_that_does_not_fit_leaves_what_was_there_and_its_room(small_disk:
         assert desk.read("job/file") == b"n" * 3 * MIB
 
 
-def test_a_spool_without_room_refuses_a_write_and_keeps_the_others(small_disk: Path, tmp_path: Path) -> None:
-    desk = Desk(tmp_path / "root", small_disk)
+def test_a_spool_without_room_refuses_a_write_and_keeps_the_others(disk: Path, tmp_path: Path) -> None:
+    desk = Desk(tmp_path / "root", disk)
     with contextlib.closing(desk.writing):
         writer = desk.writing.open("job/file", policy=SMALL)
         writer.write_at(3 * MIB, b"x" * MIB)  # after a gap, so it must be kept
@@ -73,8 +57,8 @@ def test_a_spool_without_room_refuses_a_write_and_keeps_the_others(small_disk: P
         assert desk.writing.facts()["spool_bytes"] == 0
 
 
-def test_a_file_written_front_to_back_needs_less_room_than_its_size(small_disk: Path, tmp_path: Path) -> None:
-    desk = Desk(tmp_path / "root", small_disk)
+def test_a_file_written_front_to_back_needs_less_room_than_its_size(disk: Path, tmp_path: Path) -> None:
+    desk = Desk(tmp_path / "root", disk)
     data = os.urandom(30 * MIB)
     with contextlib.closing(desk.writing):
         writer = desk.writing.open("job/file", policy=SMALL)
@@ -90,7 +74,7 @@ def test_chunks_that_were_read_leave_space_for_files_that_are_written(tmp_path: 
     (tmp_path / "root").mkdir()
     place = FolderPlace(tmp_path / "root")
     put_striped(place, "file", content := content_of(30 * MIB))
-    with _disk(tmp_path, 200) as disk:
+    with small_disk(tmp_path / "disk", "size=200m") as disk:
         with (disk / "ballast").open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, 172 * MIB)
         reading = Reading(place, cache=Cache(disk / "cache"))

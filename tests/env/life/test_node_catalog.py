@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import subprocess
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +17,7 @@ from bootseer.env.life.decide import Lookup
 from bootseer.errors import NotFoundError, TransientError
 from bootseer.store.store import Store
 from env.life.samples import KEY, OTHER_KEY, document, store_objects
+from small_disks import small_disk
 from store_doubles import Fault, FaultyStore, MemoryStore
 
 DOWN = Fault(status=503, retry_after_s=3600)
@@ -141,18 +142,11 @@ def test_copies_that_were_not_used_for_long_are_deleted(local: NodeCatalog, away
 
 @pytest.fixture
 def full_disk(tmp_path: Path) -> Iterator[Path]:
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)], check=True)
-    (folder / "rest").write_bytes(b"")
-    with (folder / "rest").open("wb", buffering=0) as rest:
-        try:
+    with small_disk(tmp_path / "disk", "size=64k") as folder:
+        with (folder / "rest").open("wb", buffering=0) as rest, contextlib.suppress(OSError):
             while rest.write(bytes(4096)):
                 pass
-        except OSError:
-            pass
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+        yield folder
 
 
 @pytest.mark.root
