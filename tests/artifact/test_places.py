@@ -10,6 +10,7 @@ import pytest
 
 from bootseer.artifact.hotsets import hotset_name
 from bootseer.artifact.places import blocks_folder, cache_root, folders_of, runtime_root
+from bootseer.artifact.process_snapshots import process_name
 from bootseer.env.document import document_name as environment_name
 from bootseer.env.life.catalog import TRASH
 from bootseer.errors import UsageError
@@ -57,6 +58,7 @@ def test_all_folders_of_a_store_are_known(tmp_path: Path) -> None:
     names = [
         environment_name("key"),
         hotset_name(digest, "job"),
+        process_name(digest, "job"),
         layer_name("sha256:1", block_size=1, level=1),
         f"{TRASH}x",
     ]

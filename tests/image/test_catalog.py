@@ -12,6 +12,7 @@ import pytest
 
 from bootseer.artifact.hotsets import hotset_name
 from bootseer.artifact.objects import missing, put, read_index
+from bootseer.artifact.process_snapshots import process_name
 from bootseer.artifact.prune import GRACE_S
 from bootseer.cache.cache import Cache
 from bootseer.errors import PermanentError
@@ -93,7 +94,8 @@ def test_an_image_that_was_deleted_from_its_repository_takes_its_converted_form_
     gone, there = documents
     with closing(open_store(f"oci://{registry.host}/team/deleted")) as store:
         images = images_in(store)
-        put(store, hotset_name(gone.digest, "work"), b"x", [])
+        for name in (hotset_name(gone.digest, "work"), process_name(gone.digest, "work")):
+            put(store, name, b"x", [])
         assert prune(images, NOW_S).expired == []
         with closing(open_registry(registry.host, "team/deleted")) as opened:
             opened.delete_manifest(gone.digest)
@@ -101,7 +103,7 @@ def test_an_image_that_was_deleted_from_its_repository_takes_its_converted_form_
         assert (done.expired, done.num_waiting, missing(store, gone.objects)) == ([gone.digest], 1, [])
         done = prune(images, LATER_S)
         assert done.deleted == {one.name for one in gone.objects} - {one.name for one in there.objects}
-        assert list(store.list(hotset_name(gone.digest, ""))) == []
+        assert not {"hotsets", "processes"} & {stored.name.partition("/")[0] for stored in store.list()}
         assert read_document(store, there.digest)[0] == there
 
 

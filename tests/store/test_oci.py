@@ -156,11 +156,15 @@ def test_an_object_names_the_manifest_that_it_is_about(store: OciStore, outside:
     assert set(store.registry.tags()) == {tag_of("image"), tag_of("hot/a")}
 
 
-def test_a_subject_that_does_not_exist_is_not_found(store: OciStore) -> None:
+def test_an_object_whose_subject_does_not_exist_can_be_stored_without_it(store: OciStore) -> None:
     upload = store.upload()
     upload.write(b"x")
     with pytest.raises(NotFoundError):
         upload.commit("lazy/a", subject="sha256:" + "1" * 64)
+    with pytest.raises(NotFoundError):
+        store.stat("lazy/a")
+    upload.commit("lazy/a")
+    assert b"".join(store.read("lazy/a")) == b"x"
 
 
 def test_hostile_manifests_hold_no_object(store: OciStore) -> None:

@@ -34,6 +34,7 @@ from bootseer.store.open import open_store
 from bootseer.store.store import Store
 
 if TYPE_CHECKING:
+    from bootseer.artifact.process_snapshots import ProcessSnapshot
     from bootseer.fetch.hotset import Block
     from bootseer.mounts.block_files import MakeTree
 
@@ -57,6 +58,8 @@ class MountOptions(Struct, frozen=True, kw_only=True):
     signatures: Signatures = UNSIGNED
     imports: Path | None = None
     """A file for the list of modules that the start imports, shared through the hot set. Only written if missing."""
+    process: ProcessSnapshot | None = None
+    """The snapshot of a process that has done these imports, shared beside the hot set. Fetched if missing."""
 
 
 class Subject(Struct, frozen=True, kw_only=True):

@@ -123,7 +123,21 @@ class LazyMount(Materializer, ABC):
             sets = HotSets(options.cache, subject.digest, subject.store, self.say, options.signatures)
             sets.copy_to_node(options.workload)
 
+    def _fetch_process(self) -> None:
+        """Begin to fetch the process snapshot, also if all files are on this node."""
+        subject, options = self.subject, self.options
+        if options.process is not None and options.workload and subject.is_shared:
+            options.process.fetch(
+                digest=subject.digest,
+                workload=options.workload,
+                store_uri=subject.store_uri,
+                plain_http=options.plain_http,
+                signatures=options.signatures,
+                publish=options.publish,
+            )
+
     def _mount(self) -> tuple[MountState, dict[str, object]]:
+        self._fetch_process()
         local_bytes = sum(layer.index.stored_bytes - layer.missing_bytes for layer in self.stack)
         try:
             method, target = self.mount_files()

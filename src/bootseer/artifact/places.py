@@ -57,11 +57,13 @@ containers_folder = _in_cache("containers")
 """Containers, and changes made in mounted images."""
 warm_folder = _in_cache("warm")
 """What ranks import, for their warm parents."""
+processes_folder = _in_cache("processes")
+"""Process snapshots, which save ranks their imports."""
 watch_folder = _in_cache("watch")
 """States of watched repositories."""
 spool_folder = _in_cache("spool")
 """Files without names: parts of checkpoints that are being written."""
-_STORED = ("environments", "hotsets", "image-trash", "images", "layers", "peers", "sha256", ".uploads")
+_STORED = ("environments", "hotsets", "image-trash", "images", "layers", "peers", "processes", "sha256", ".uploads")
 
 
 def folders_of(*, cache: Path, stores: Iterable[str]) -> list[Path]:

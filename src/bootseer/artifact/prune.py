@@ -142,14 +142,17 @@ class _Pruning(Generic[D]):
         alive = {document.digest for document in listing.documents}
         for tombstone in unneeded:
             if tombstone.digest not in alive and not listing.unread:
-                done.try_step(tombstone.digest, partial(self._delete_hot_sets, tombstone.digest))
+                done.try_step(tombstone.digest, partial(self._delete_of_starts, tombstone.digest))
             done.try_step(tombstone.key, partial(catalog.store.delete, catalog.kind.trash + tombstone.name))
 
-    def _delete_hot_sets(self, digest: str) -> None:
+    def _delete_of_starts(self, digest: str) -> None:
+        """Delete what starts have stored beside the artifact."""
         from bootseer.artifact.hotsets import hotset_name
+        from bootseer.artifact.process_snapshots import process_name
 
-        for stored in list(self.catalog.store.list(hotset_name(digest, ""))):
-            self.catalog.store.delete(stored.name)
+        for prefix in (hotset_name(digest, ""), process_name(digest, "")):
+            for stored in list(self.catalog.store.list(prefix)):
+                self.catalog.store.delete(stored.name)
 
     def tombstones(self) -> list[Tombstone]:
         def read(stored: Stored) -> Tombstone | None:

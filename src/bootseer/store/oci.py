@@ -249,6 +249,8 @@ class OciUpload:
     def __init__(self, store: OciStore) -> None:
         self._store = store
         self._blob = BlobUpload(store.registry)
+        self._committed = ""
+        """The digest of the blob, while it has no name."""
         self._head: bytearray | None = bytearray()
 
     def write(self, data: bytes | memoryview) -> None:
@@ -266,9 +268,11 @@ class OciUpload:
                 )
             return Stored(self._blob.commit(), self._blob.size_bytes)
         size_bytes = self._blob.size_bytes
-        blob = Stored(self._blob.commit(), size_bytes)
+        self._committed = self._committed or self._blob.commit()
+        blob = Stored(self._committed, size_bytes)
         head = bytes(self._head) if self._head is not None else None
         self._store.put_object(name, blob, head, refs, subject)
+        self._committed = ""
         return Stored(name, size_bytes)
 
     def abort(self) -> None:

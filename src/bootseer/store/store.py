@@ -44,7 +44,8 @@ class Upload(Protocol):
 
         `refs` are objects that this one needs, and `subject` (`sha256:…`) is a manifest in the same store that it
         describes: a registry keeps the former as long as this object, and lists this one as a referrer of the latter.
-        Other stores ignore both, and objects with content names cannot have them.
+        Other stores ignore both, and objects with content names cannot have them. After the `NotFoundError` of a
+        missing `subject`, the object may be committed without it.
 
         Raises `CorruptError` if `name` is a content name that does not match the written bytes.
         """

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from bootseer.artifact.document import encode
 from bootseer.artifact.hotsets import hotset_name
 from bootseer.artifact.objects import missing, put
+from bootseer.artifact.process_snapshots import process_name
 from bootseer.artifact.prune import GRACE_S
 from bootseer.env.document import document_name
 from bootseer.env.life.catalog import ENVIRONMENTS, TOMBSTONE_SCHEMA, TRASH, Catalog, prune
@@ -198,17 +199,20 @@ def test_a_forged_tombstone_deletes_nothing(catalog: Catalog, store: Store) -> N
     assert catalog.find(KEY) == document()
 
 
-def test_hot_sets_go_with_the_last_snapshot_of_their_content(catalog: Catalog, store: Store) -> None:
+@pytest.mark.parametrize("name_of", [hotset_name, process_name])
+def test_what_starts_stored_goes_with_the_last_snapshot_of_their_content(
+    catalog: Catalog, store: Store, name_of: Callable[[str, str], str]
+) -> None:
     published(catalog)
     published(catalog, OTHER_KEY)
-    name = hotset_name(document().digest, "train.py-0123456789ab")
+    name = name_of(document().digest, "train.py-0123456789ab")
     put(store, name, b"x")
     catalog.remove(KEY, BUILT_S)
     prune(catalog, LATER_S)
     assert store.stat(name)
     catalog.remove(OTHER_KEY, LATER_S)
     prune(catalog, LATER_S + GRACE_S + 1)
-    assert list(store.list("hotsets/")) == []
+    assert list(store.list(name)) == []
 
 
 def test_a_snapshot_that_was_built_anew_meanwhile_does_not_expire(catalog: Catalog, store: Store) -> None:

@@ -1,0 +1,340 @@
+"""Process snapshots: the memory images of a process that has done the imports of a job, on this node and in a store.
+
+A snapshot is one object, of the same form in both places: a line with a document, then the files as one zstd frame
+(docs/formats/process-snapshot.md). So a store replaces both at once, and no reader gets the document of one snapshot
+with the files of another. Only the stored document is signed: files on this node were written by this node.
+
+A start works without a snapshot, so problems are reported as a line and never raised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Annotated, BinaryIO
+
+import zstandard
+from blake3 import blake3
+from msgspec import Meta, Struct
+from msgspec.structs import replace
+
+from bootseer import __version__
+from bootseer.artifact.child import Child, result_of, start_child
+from bootseer.artifact.document import decode, encode, readable
+from bootseer.artifact.places import own_folder
+from bootseer.artifact.progress import Say
+from bootseer.artifact.signatures import Signatures, is_signed, stored_limit
+from bootseer.errors import AccessError, BootseerError, CorruptError, NotFoundError, PermanentError
+from bootseer.io.retry import retrying
+from bootseer.store.open import open_store
+from bootseer.store.store import Store
+
+SCHEMA = "bootseer.process/1"
+MAX_STORED_BYTES = 2 << 30
+"""Of the compressed files."""
+_MAX_BYTES = 16 << 30
+"""Of the files."""
+_MAX_LINE = 1 << 20
+_MAX_KEPT = 8
+_FETCH_S = 60.0
+_WAIT_S = 4.0
+"""A start waits no longer for a snapshot that is still being fetched, and up to a second for the end of the child."""
+_ABANDONED_S = 3600.0
+"""A temporary file of this age belongs to a process that was killed."""
+_PIECE = 1 << 20
+_LEVEL = 3
+_MAX_WINDOW = 8 << 20
+_MAX_THREADS = 4
+_CPU = (
+    *("vendor_id", "cpu family", "model", "flags"),
+    *("CPU implementer", "CPU architecture", "CPU variant", "CPU part", "Features"),
+)
+
+_Name = Annotated[str, Meta(max_length=100, pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]*\Z")]
+_Size = Annotated[int, Meta(ge=0, le=_MAX_BYTES)]
+
+
+@readable
+class _Document(Struct, frozen=True):
+    name: Annotated[str, Meta(max_length=512)]
+    """Of the object in the store; empty on a node."""
+    stored_bytes: Annotated[int, Meta(ge=1, le=MAX_STORED_BYTES)]
+    blake3: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
+    """Of the compressed files."""
+    files: Annotated[tuple[tuple[_Name, _Size], ...], Meta(min_length=1, max_length=4096)]
+    """Names and sizes, in the order of the files."""
+
+    def __post_init__(self) -> None:
+        if len({name for name, _ in self.files}) < len(self.files):
+            raise ValueError("two files have the same name")
+        if self.size_bytes > _MAX_BYTES:
+            raise ValueError(f"the files have {self.size_bytes} bytes, at most {_MAX_BYTES} are allowed")
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(size for _, size in self.files)
+
+
+def process_name(digest: str, key: str) -> str:
+    """The name of a snapshot in a store, for an image's or environment's digest, and a key of workload and machine."""
+    return f"processes/{digest.replace(':', '-')}/{key}"
+
+
+def machine_key() -> str:
+    """16 hexadecimal digits, equal on machines whose processes may have the same snapshot.
+
+    The C library, interpreter and libraries are not included: CRIU compares the files that a process has mapped.
+    """
+    system = os.uname()
+    with open("/proc/cpuinfo", "rb", buffering=0) as file:  # noqa: PTH123
+        # Not all of it: the kernel interrupts each processor to get its frequency.
+        first = file.read(1 << 13).decode(errors="replace").partition("\n\n")[0]
+    fields = {
+        name.strip(): sorted(words.split()) for name, _, words in (row.partition(":") for row in first.split("\n"))
+    }
+    facts = [
+        *(__version__, system.machine, *system.release.split(".")[:2], os.sysconf("SC_PAGE_SIZE")),
+        *(os.cpu_count(), len(os.sched_getaffinity(0)), *(fields.get(name) for name in _CPU)),
+    ]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+
+
+class _Shared(Struct, frozen=True):
+    """Where a snapshot is shared."""
+
+    name: str
+    digest: str
+    store_uri: str
+    plain_http: bool
+    signatures: Signatures
+    publish: bool
+
+    def open_store(self) -> Store:
+        return open_store(self.store_uri, plain_http=self.plain_http)
+
+
+class ProcessSnapshot:
+    """The snapshot of one job on this node. For one thread, and for the process that calls `fetch`."""
+
+    def __init__(self, path: Path, say: Say) -> None:
+        """`path`: the compressed snapshot, in a folder that has nothing else. `say` gets a line for each problem."""
+        self._path = path
+        self._say = say
+        self._shared: _Shared | None = None
+        self._child: Child | None = None
+
+    def fetch(
+        self, *, digest: str, workload: str, store_uri: str, plain_http: bool, signatures: Signatures, publish: bool
+    ) -> None:
+        """Remember where the snapshot is shared, and if this node has none, start a child process that fetches it.
+
+        Call it while this process has one thread. Later calls do nothing.
+        """
+        if self._shared is not None:
+            return
+        name = process_name(digest, f"{workload}-{machine_key()}")
+        self._shared = _Shared(name, digest, store_uri, plain_http, signatures, publish)
+        if not self._path.exists():
+            try:
+                self._child = start_child(partial(_fetch, self._shared, self._path), alone=True)
+            except OSError as error:
+                self._say(f"no process snapshot: {error}")
+
+    def unpack_into(self, folder: Path) -> bool:
+        """Write the snapshot's files into `folder`; returns whether they are complete there. Otherwise the folder has
+        some or none of them. Waits a few seconds for the child."""
+        child, self._child = self._child, None
+        try:
+            with contextlib.suppress(NotFoundError):
+                if child is not None:
+                    result_of(child, deadline_s=_WAIT_S)
+        except BootseerError as error:
+            self._say(f"no process snapshot from the store: {error}")
+        try:
+            file = self._path.open("rb")
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            self._say(f"no process snapshot: {error}")
+            return False
+        try:
+            with file:
+                own_folder(self._path.parent, make=False)
+                _unpack(file, folder)
+            os.utime(self._path)  # the oldest are deleted
+            return True
+        except (BootseerError, OSError) as error:
+            self._say(f"no process snapshot: {self._path}: {error}")
+            if isinstance(error, CorruptError):
+                self._path.unlink(missing_ok=True)
+            return False
+
+    def keep(self, folder: Path) -> None:
+        """Compress the files of `folder`, replace this node's snapshot, and publish it if `fetch` was told so.
+
+        The store's client may have threads afterwards.
+        """
+        try:
+            with _new_file(self._path) as file:
+                document = _pack(folder, file)
+        except (BootseerError, OSError, zstandard.ZstdError) as error:
+            self._say(f"the process snapshot was not kept: {error}")
+            return
+        if self._shared is not None and self._shared.publish:
+            try:
+                with closing(self._shared.open_store()) as store:
+                    self._publish(self._shared, store, document)
+            except (BootseerError, OSError) as error:
+                refused = "; it is kept on this node" if isinstance(error, AccessError) else ""
+                self._say(f"the process snapshot was not published: {error}{refused}")
+
+    def _publish(self, shared: _Shared, store: Store, document: _Document) -> None:
+        # Unsigned, it would replace one that nodes which require signatures use, and take it away from them.
+        signatures = shared.signatures
+        if not signatures.signing and (signatures.trusted or _has_signed(store, shared.name)):
+            self._say("the process snapshot was not published: it must be signed, and there is no key")
+            return
+        line = signatures.seal(shared.name, encode(replace(document, name=shared.name), SCHEMA))
+        upload = store.upload()
+        try:
+            with self._path.open("rb") as file:
+                file.readline(_MAX_LINE)
+                upload.write(line + b"\n")
+                while data := file.read(_PIECE):
+                    upload.write(data)
+            try:
+                # With the image as its subject, a registry deletes the snapshot with it.
+                upload.commit(shared.name, subject=shared.digest)
+            except NotFoundError:  # a store that does not have the image itself
+                upload.commit(shared.name)
+        finally:
+            upload.abort()  # no effect after a commit
+
+
+def _has_signed(store: Store, name: str) -> bool:
+    try:
+        with closing(store.read(name)) as pieces:
+            return is_signed(next(pieces, b""))
+    except NotFoundError:
+        return False
+
+
+def _fetch(shared: _Shared, path: Path) -> None:
+    """In a child process: copy the store's snapshot to this node. It gets its name when it is verified."""
+    with closing(shared.open_store()) as store:
+        retrying(lambda left_s: _copy(shared, store, path, left_s), deadline_s=_FETCH_S)
+
+
+def _copy(shared: _Shared, store: Store, path: Path, timeout_s: float) -> None:
+    where, limit = f"{store.uri}: {shared.name}", stored_limit(_MAX_LINE)
+    with closing(store.read(shared.name, timeout_s=timeout_s)) as pieces:
+        head = b""
+        while b"\n" not in head:
+            head += (piece := next(pieces, b""))
+            if not piece or len(head) > limit:
+                raise CorruptError(f"{where} does not begin with a document")
+        sealed, _, rest = head.partition(b"\n")
+        line = shared.signatures.open(shared.name, sealed, store.uri)
+        document = _parse(line, where)
+        if document.name != shared.name:
+            raise CorruptError(f"{where} is that of another workload or machine")
+        with _new_file(path) as file:
+            file.write(line + b"\n")
+            hashed, left = blake3(), document.stored_bytes
+            for piece in chain((rest,), pieces):
+                left -= len(piece)
+                if left < 0:
+                    break
+                hashed.update(piece)
+                file.write(piece)
+            if left or hashed.hexdigest() != document.blake3:
+                raise CorruptError(f"{where}: its bytes do not have the digest in its document")
+
+
+def _parse(line: bytes, where: str) -> _Document:
+    return decode(line, _Document, f"{where}: process snapshot", limit=_MAX_LINE, schema=SCHEMA)
+
+
+def _pack(folder: Path, file: BinaryIO) -> _Document:
+    """Write a snapshot of the files of `folder`."""
+    files = tuple(sorted((path.name, path.stat(follow_symlinks=False).st_size) for path in folder.iterdir()))
+    zeros = _Document("", MAX_STORED_BYTES, "0" * 64, files)
+    # Replaced at the end, when size and digest are known: by a line of this length, which ends with spaces.
+    length = len(encode(zeros, SCHEMA))
+    _parse(encode(zeros, SCHEMA), str(folder))
+    file.write(b" " * length + b"\n")
+    threads = min(len(os.sched_getaffinity(0)), _MAX_THREADS)
+    packer = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True, threads=threads).compressobj()
+    hashed, stored_bytes = blake3(), 0
+    compressed = map(packer.compress, _contents(folder, files))
+    for data in chain(compressed, (packer.flush() for _ in (None,))):
+        hashed.update(data)
+        stored_bytes += file.write(data)
+        if stored_bytes > MAX_STORED_BYTES:
+            raise PermanentError(f"it has more than {MAX_STORED_BYTES} bytes")
+    document = _Document("", stored_bytes, hashed.hexdigest(), files)
+    file.seek(0)
+    file.write(encode(document, SCHEMA).ljust(length))
+    return document
+
+
+def _contents(folder: Path, files: tuple[tuple[str, int], ...]) -> Iterator[bytes]:
+    for name, size in files:
+        with open(os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:  # noqa: PTH123
+            while data := file.read(_PIECE):
+                size -= len(data)  # noqa: PLW2901
+                yield data
+        if size:
+            raise PermanentError(f"{folder / name} has changed while it was read")
+
+
+def _unpack(file: BinaryIO, folder: Path) -> None:
+    line = file.readline(_MAX_LINE + 1)
+    document = _parse(line, "on this node")
+    if os.fstat(file.fileno()).st_size != len(line) + document.stored_bytes:
+        raise CorruptError("it is not complete")
+    disk = os.statvfs(folder)
+    if document.size_bytes > disk.f_bavail * disk.f_frsize:
+        raise PermanentError(f"{folder} has no space for its {document.size_bytes} bytes")
+    buffer = memoryview(bytearray(_PIECE))
+    try:
+        with zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW).stream_reader(file, read_size=_PIECE) as reader:
+            for name, size in document.files:
+                with open(folder / name, "xb", opener=partial(os.open, mode=0o600)) as out:
+                    while size > 0:
+                        read = reader.readinto(buffer[:size])
+                        if not read:
+                            raise CorruptError("its files end too early")
+                        out.write(buffer[:read])
+                        size -= read  # noqa: PLW2901
+            if reader.read(1):  # reads the checksum, too
+                raise CorruptError("its files are larger than its document says")
+    except zstandard.ZstdError as error:
+        raise CorruptError(f"it cannot be decompressed: {error}") from error
+
+
+@contextmanager
+def _new_file(path: Path) -> Iterator[BinaryIO]:
+    """Write a file that gets its name at the end of the block. Deletes the oldest files of its folder."""
+    folder = own_folder(path.parent)
+    temporary = folder / f".{os.getpid()}-{os.urandom(4).hex()}"
+    try:
+        with open(temporary, "xb", opener=partial(os.open, mode=0o600)) as file:
+            yield file
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    with contextlib.suppress(OSError):
+        files = sorted((found.stat().st_mtime, found) for found in folder.iterdir())
+        whole = [found for _, found in files if not found.name.startswith(".")]
+        abandoned = [found for changed_s, found in files if time.time() - changed_s > _ABANDONED_S]
+        for found in (*whole[:-_MAX_KEPT], *(one for one in abandoned if one.name.startswith("."))):
+            found.unlink(missing_ok=True)
