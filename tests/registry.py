@@ -27,6 +27,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from waiting import until
+
 if TYPE_CHECKING:
     from token_server import TokenServer
 
@@ -92,6 +94,7 @@ class Registry:
 
     def requests(self) -> list[Logged]:
         """The requests that were answered so far, in the order in which the responses ended."""
+        until(self._is_idle, "the registry logs what it has answered")
         found = [_LOG.search(line) for line in self._log().splitlines()]
         return [
             Logged(m["method"], m["path"], int(m["status"]), int(m["size"]), m["agent"] or "")
@@ -130,8 +133,8 @@ class Registry:
 
     def _answers(self) -> bool:
         assert self._process is not None
-        until = time.monotonic() + _START_S
-        while time.monotonic() < until and self._process.poll() is None:
+        end = time.monotonic() + _START_S
+        while time.monotonic() < end and self._process.poll() is None:
             try:
                 if self._tls:
                     connection: http.client.HTTPConnection = http.client.HTTPSConnection(
@@ -151,6 +154,16 @@ class Registry:
         self._process.kill()
         self._process.wait()
         return False
+
+    def _is_idle(self) -> bool:
+        """Whether none of its threads runs, waits for a core or writes: a request is logged after its response was
+        sent, on a busy machine much later."""
+        assert self._process is not None
+        for path in Path(f"/proc/{self._process.pid}/task").glob("*/stat"):
+            with contextlib.suppress(OSError):  # the thread has ended
+                if path.read_text().rpartition(") ")[2][0] in "RD":
+                    return False
+        return True
 
     def _log(self) -> str:
         return (self.folder / "log").read_text(errors="replace")
