@@ -249,12 +249,18 @@ def test_pages_report_a_database_that_hangs_and_the_service_ends_without_it(env,
         "from bootseer.cli.main import main; from bootseer.service import access, app, pages; "
         "access._HUNG_S = pages._DEADLINE_S = 0.5; app._MUST_END_S = 3; main()"
     )
-    with running_postgres() as server:
+    with running_postgres() as server, contextlib.ExitStack() as stack:
         database = ("--database", server.new_database())
         program = Program(env, tmp_path / "data", *database, program=(sys.executable, "-c", code))
+        stack.callback(program.kill)
 
         def is_shown() -> bool:
             return ask("GET", f"{program.url}/now").status_code == 200  # a page whose answers are not reused
+
+        def sent(number: int) -> int:
+            data = b"".join(Fleet(1, attempt=number).lines())
+            sender = {"x-bootseer-sender": "n", "x-bootseer-sequence": str(number)}
+            return ask("POST", f"{program.url}/v1/lines", content=data, headers=sender).status_code
 
         until(is_shown)  # on a busy machine a page may take as long as the deadline
         with server.hanging():
@@ -262,15 +268,14 @@ def test_pages_report_a_database_that_hangs_and_the_service_ends_without_it(env,
             found = [ask("GET", f"{program.url}/jobs?since={days}d") for days in (1, 7, 30, 90, 365)]
             assert {answer.status_code for answer in found} == {503}
             assert "no answer in 0.5 s" in found[0].text
-            data, sender = b"".join(Fleet(1).lines()), {"x-bootseer-sender": "n", "x-bootseer-sequence": "0"}
-            assert ask("POST", f"{program.url}/v1/lines", content=data, headers=sender).status_code == 202
+            assert sent(0) == 202
             assert ask("GET", f"{program.url}/healthz").status_code == 200
         until(is_shown)
         with server.hanging():
             assert ask("GET", f"{program.url}/jobs?since=7d").status_code == 503
+            assert sent(1) == 202  # so there is a row for which the end waits
             program.process.terminate()
             assert program.process.wait(60) == 1
-            program.kill()
 
 
 def test_lines_over_tls(tmp_path, monkeypatch):
