@@ -22,10 +22,10 @@ say "fetching Debian 13's CRIU into .criu/ (about 20 MB)"
 rm -rf "$work"
 mkdir -p "$work"/{lists,archives,unpacked,new/lib}
 touch "$work/status"
-# The mirror that this machine uses, from apt's lists or by its usual path.
+# The mirror that this machine uses, from apt's lists or, if these were never fetched, by its usual path.
 mirror="$({
   apt-get indextargets --format '$(REPO_URI)' 'Created-By: Packages' 'Label: Debian'
-  apt-get indextargets --format '$(REPO_URI)' 'Created-By: Packages' | grep '/debian/*$'
+  apt-get --print-uris update | sed -nE "s|^'(.*/debian)/+dists/.*|\1|p"
   echo http://deb.debian.org/debian
 } 2>/dev/null | sed -n 1p)"
 printf 'deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg arch=%s target=Packages] %s trixie main\n' \
