@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -123,9 +124,11 @@ class _Shared(Struct, frozen=True):
 class ProcessSnapshot:
     """The snapshot of one job on this node. For one thread, and for the process that calls `fetch`."""
 
-    def __init__(self, path: Path, say: Say) -> None:
-        """`path`: the compressed snapshot, in a folder that has nothing else. `say` gets a line for each problem."""
+    def __init__(self, path: Path, into: Path, say: Say) -> None:
+        """`path`: the compressed snapshot, in a folder that has nothing else. `into`: the folder that its files are
+        unpacked to, which is created when they are complete. `say` gets a line for each problem."""
         self._path = path
+        self._into = into
         self._say = say
         self._shared: _Shared | None = None
         self._child: Child | None = None
@@ -133,7 +136,8 @@ class ProcessSnapshot:
     def fetch(
         self, *, digest: str, workload: str, store_uri: str, plain_http: bool, signatures: Signatures, publish: bool
     ) -> None:
-        """Remember where the snapshot is shared, and if this node has none, start a child process that fetches it.
+        """Remember where the snapshot is shared, and start a child process that fetches it, if this node has none, and
+        unpacks it.
 
         Call it while this process has one thread. Later calls do nothing.
         """
@@ -141,40 +145,24 @@ class ProcessSnapshot:
             return
         name = process_name(digest, f"{workload}-{machine_key()}")
         self._shared = _Shared(name, digest, store_uri, plain_http, signatures, publish)
-        if not self._path.exists():
-            try:
-                self._child = start_child(partial(_fetch, self._shared, self._path), alone=True)
-            except OSError as error:
-                self._say(f"no process snapshot: {error}")
-
-    def unpack_into(self, folder: Path) -> bool:
-        """Write the snapshot's files into `folder`; returns whether they are complete there. Otherwise the folder has
-        some or none of them. Waits a few seconds for the child."""
-        child, self._child = self._child, None
         try:
-            with contextlib.suppress(NotFoundError):
-                if child is not None:
-                    result_of(child, deadline_s=_WAIT_S)
-        except BootseerError as error:
-            self._say(f"no process snapshot from the store: {error}")
-        try:
-            file = self._path.open("rb")
-        except FileNotFoundError:
-            return False
+            self._child = start_child(partial(_obtain, self._shared, self._path, self._into), alone=True)
         except OSError as error:
             self._say(f"no process snapshot: {error}")
-            return False
+
+    def unpack(self) -> bool:
+        """Complete the folder of unpacked files; returns whether there is one. Waits a few seconds for the child."""
+        child, self._child = self._child, None
         try:
-            with file:
-                own_folder(self._path.parent, make=False)
-                _unpack(file, folder)
-            os.utime(self._path)  # the oldest are deleted
-            return True
+            if child is not None:
+                result_of(child, deadline_s=_WAIT_S)
+            else:
+                _obtain(None, self._path, self._into)
+        except NotFoundError:
+            pass
         except (BootseerError, OSError) as error:
-            self._say(f"no process snapshot: {self._path}: {error}")
-            if isinstance(error, CorruptError):
-                self._path.unlink(missing_ok=True)
-            return False
+            self._say(f"no process snapshot: {error}")
+        return self._into.is_dir()
 
     def keep(self, folder: Path) -> None:
         """Compress the files of `folder`, replace this node's snapshot, and publish it if `fetch` was told so.
@@ -226,10 +214,29 @@ def _has_signed(store: Store, name: str) -> bool:
         return False
 
 
-def _fetch(shared: _Shared, path: Path) -> None:
-    """In a child process: copy the store's snapshot to this node. It gets its name when it is verified."""
-    with closing(shared.open_store()) as store:
-        retrying(lambda left_s: _copy(shared, store, path, left_s), deadline_s=_FETCH_S)
+def _obtain(shared: _Shared | None, path: Path, into: Path) -> None:
+    """Copy the store's snapshot to this node, if it has none, and unpack it. Files and folder get their names when they
+    are complete and verified. Raises `BootseerError` and `OSError`."""
+    if shared is not None and not path.exists():
+        with closing(shared.open_store()) as store:
+            retrying(lambda left_s: _copy(shared, store, path, left_s), deadline_s=_FETCH_S)
+    try:
+        file = path.open("rb")
+    except FileNotFoundError as error:
+        raise NotFoundError("there is none") from error
+    unfinished = into.with_name(f".{into.name}")
+    try:
+        with file:
+            own_folder(path.parent, make=False)
+            unfinished.mkdir(mode=0o700)
+            _unpack(file, unfinished)
+        unfinished.rename(into)
+    except CorruptError as error:
+        path.unlink(missing_ok=True)
+        raise CorruptError(f"{path}: {error}") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    os.utime(path)  # the oldest are deleted
 
 
 def _copy(shared: _Shared, store: Store, path: Path, timeout_s: float) -> None:

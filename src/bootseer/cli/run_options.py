@@ -125,6 +125,13 @@ _GENERAL = (
         default="off",
     ),
     Option(
+        "--process-snapshot --no-process-snapshot",
+        "Restore the process of --warm from memory, and dump it after a run for later starts, on all nodes; needs"
+        " CRIU. Implies --warm auto and --restarts 0 (default: no; see docs/process.md).",
+        FLAG,
+        default=False,
+    ),
+    Option(
         "--restarts",
         "Restart the command in place up to N times after a transient failure, and whenever `bootseer restart` asks for"
         " it; 0: only then (default: not at all; see docs/restarts.md).",
@@ -189,6 +196,9 @@ def start(values: Values, command: Sequence[str]) -> int:
     _check_sinks(settings["sinks"])
     if settings["restart_delay"] and not settings["restarts"]:
         raise UsageError("--restart-delay needs --restarts", hint="give --restarts N too, above 0")
+    if settings["process_snapshot"]:
+        settings["restarts"] = settings["restarts"] or 0
+        settings["warm"] = "auto" if settings["warm"] == "off" else settings["warm"]
     if image["image"] is not None:
         settings["image"] = image_options.wanted(image["image"], image, image["container_gpus"])
     if checkpoint["checkpoint"] is not None:

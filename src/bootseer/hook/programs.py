@@ -139,6 +139,28 @@ def read_known(folder: str) -> dict[str, Any]:
         return {}
 
 
+_CHANGED_BY_SHELLS = ("_", "PWD", "OLDPWD", "SHLVL")
+
+
+def is_own(name: str) -> bool:
+    """Whether a variable is `bootseer run`'s, and another one at each start."""
+    return name.startswith("BOOTSEER_") or name == "TRACEPARENT"
+
+
+def start_digest(pid: int, args: Sequence[str], env: Mapping[str, str]) -> str:
+    """A digest of how a launcher was started: arguments, environment, and the limits and folder of process `pid`.
+
+    Equal for a command and the launcher that it executes: then it can be started without the command, which may be a
+    shell script.
+    """
+    import hashlib
+
+    variables = {name: value for name, value in env.items() if not is_own(name) and name not in _CHANGED_BY_SHELLS}
+    umask, folder = proc.status(pid)["Umask"], proc.link(pid, "cwd")
+    whole = (list(args), sorted(variables.items()), proc.read(pid, "limits"), umask, folder)
+    return hashlib.sha256(repr(whole).encode("utf-8", "surrogateescape")).hexdigest()
+
+
 def write_facts(folder: str, facts: Mapping[str, Any]) -> None:
     """Write `FACTS` to a folder. Raises `OSError`."""
     import json
@@ -200,6 +222,7 @@ class Recorder:
         self._launcher = ""
         self._start: list[str] = []
         """The launcher's command line up to its program."""
+        self._start_digest = ""
         parent = os.getppid()
         self._above = proc.environment(parent)
         try:
@@ -210,6 +233,7 @@ class Recorder:
                 if started:
                     self._launcher = started[1]
                     self._start = words[: 1 + len(started[0]) + (2 if started[2][0] == "-m" else 1)]
+                    self._start_digest = start_digest(parent, words[len(self._start) : -1], self._above)
         except OSError:
             pass
 
@@ -253,6 +277,7 @@ class Recorder:
             "schema": SCHEMA,
             "launcher": launcher,
             "start": self._start,
+            "start_digest": self._start_digest,
             "python": sys.executable,
             "program": program,
             "flags": flags,

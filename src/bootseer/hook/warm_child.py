@@ -110,7 +110,12 @@ def become(
     started_ns = time.monotonic_ns()
     try:
         output = captured_output()
-        _kernel(request, fds, launcher, [one for one in (answer, comparison, successor) if one is not None])
+        _kernel(
+            request,
+            fds,
+            os.getpid() if successor is not None else launcher,
+            [one for one in (answer, comparison, successor) if one is not None],
+        )
         program = _interpreter(imports, request, launches=successor is not None)
         found = comparison.recv(MAX_REASON)
         comparison.close()
@@ -160,22 +165,34 @@ def _kernel(request: dict[str, Any], fds: Sequence[int], launcher: int, kept: Se
     if request["group"] >= 0:
         os.setpgid(0, request["group"])
     os.fchdir(fds[0])
-    status = proc.status(launcher)
-    os.umask(request["umask"] if request["umask"] >= 0 else int(status["Umask"], 8))
-    nice = os.getpriority(os.PRIO_PROCESS, launcher)
-    if nice != os.getpriority(os.PRIO_PROCESS, 0):
-        os.setpriority(os.PRIO_PROCESS, 0, nice)
-    if os.sched_getaffinity(launcher) != os.sched_getaffinity(0):
-        os.sched_setaffinity(0, os.sched_getaffinity(launcher))
-    for name in (name for name in dir(resource) if name.startswith("RLIMIT_")):
-        number = getattr(resource, name)
-        limits = resource.prlimit(launcher, number)
-        if limits != resource.getrlimit(number):
-            resource.setrlimit(number, limits)
-    with open(f"/proc/{launcher}/oom_score_adj") as theirs, open("/proc/self/oom_score_adj", "r+") as ours:
+    inherit(launcher)
+    if request["umask"] >= 0:
+        os.umask(request["umask"])
+    with open(f"/proc/{os.getppid()}/oom_score_adj") as theirs, open("/proc/self/oom_score_adj", "r+") as ours:
         adjusted = theirs.read()
         if adjusted != ours.read():
             ours.write(adjusted)
+    moved = _place(dict(zip(request["places"], fds[1:], strict=True)), [one.detach() for one in kept])
+    for one, number in zip(kept, moved, strict=True):
+        one.__init__(fileno=number)  # type: ignore[misc]
+    signal.pthread_sigmask(signal.SIG_SETMASK, request["mask"])
+
+
+def inherit(pid: int) -> None:
+    """Take what a child of process `pid` would have inherited, and exec would have kept: limits, priorities, ignored
+    signals. Raises `OSError` and `ValueError`."""
+    status = proc.status(pid)
+    os.umask(int(status["Umask"], 8))
+    nice = os.getpriority(os.PRIO_PROCESS, pid)
+    if nice != os.getpriority(os.PRIO_PROCESS, 0):
+        os.setpriority(os.PRIO_PROCESS, 0, nice)
+    if os.sched_getaffinity(pid) != os.sched_getaffinity(0):
+        os.sched_setaffinity(0, os.sched_getaffinity(pid))
+    for name in (name for name in dir(resource) if name.startswith("RLIMIT_")):
+        number = getattr(resource, name)
+        limits = resource.prlimit(pid, number)
+        if limits != resource.getrlimit(number):
+            resource.setrlimit(number, limits)
     ignored = int(status["SigIgn"], 16)
     caught = int(proc.status()["SigCgt"], 16)
     numbers = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
@@ -189,10 +206,6 @@ def _kernel(request: dict[str, Any], fds: Sequence[int], launcher: int, kept: Se
             signal.signal(number, signal.default_int_handler)
         else:
             signal.signal(number, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
-    moved = _place(dict(zip(request["places"], fds[1:], strict=True)), [one.detach() for one in kept])
-    for one, number in zip(kept, moved, strict=True):
-        one.__init__(fileno=number)  # type: ignore[misc]
-    signal.pthread_sigmask(signal.SIG_SETMASK, request["mask"])
 
 
 def _place(wanted: dict[int, int], kept: Sequence[int]) -> list[int]:

@@ -155,10 +155,14 @@ class Server:
         self._end, self._run, self._imports = end, run, imports
         above = self._launcher = os.getppid()
         self._began: dict[str, Any] = {}
-        """The launcher's command line and process name, for its restart."""
+        """The launcher's command line, process name and environment when it was executed, for its restart. A shell
+        script may have changed what `bootseer run` gave it."""
         if end is not None:
             self._began["argv"] = [os.fsdecode(word) for word in proc.read(above, "cmdline").split(b"\0")[:-1]]
             self._began["comm"] = proc.read(above, "comm").strip()
+            self._began["env"] = dict(
+                one.partition(b"=")[::2] for one in proc.read(above, "environ").split(b"\0") if one
+            )
         self._reason, self._module = "", ""
         try:
             imports.load()
@@ -222,7 +226,9 @@ class Server:
             file.seek(0)
             request = marshal.load(file)  # noqa: S302 - from our launcher
         if again:
+            own = {name: value for name, value in request["env"].items() if programs.is_own(os.fsdecode(name))}
             request.update(self._began)
+            request["env"] = {**request["env"], **own}
             fds.insert(2, os.open(request.get("folder", "."), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))
         imports, folder = self._imports, proc.link("self", f"fd/{fds[2]}")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -279,7 +285,14 @@ class Server:
         return warm_child.become(imports, request, answer, comparison, fds, launcher, facts, successor)
 
     def _fork_successor(self, request: dict[str, Any]) -> socket.socket | None:
-        """In a copy that becomes the launcher: fork its warm parent. Returns the socket to that; None in the fork."""
+        """In a copy that becomes the launcher: fork its warm parent. Returns the socket to that; None in the fork.
+
+        Both have inherited what the first launcher had, unless this process was restored from a snapshot.
+        """
+        if "folder" in request:
+            os.chdir(request["folder"])
+            warm_child.inherit(os.getppid())
+        self._began = {name: request[name] for name in ("argv", "comm", "env")}
         # As `supervise.spawn` does for a command, and before the fork, which is to be in the launcher's group. The fork
         # does not inherit the death signal: it ends by its sockets (`serve`).
         warm_child.libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)

@@ -53,6 +53,8 @@ class Options(NamedTuple):
     """Seconds before each restart."""
     peers: PeersOptions | None = None
     """Fetching blocks from the job's other nodes; None: only from the origin."""
+    process_snapshot: bool = False
+    """Whether a warm parent is restored from memory, and dumped for later starts."""
     show: Show = no_progress
     """Displays progress while a start waits."""
 
@@ -120,8 +122,10 @@ def run_command(
     """
     program = program or command
     restarts = None
+    process_folder = ""
     if session.warm is not None:
         session.warm.hand_over()
+        process_folder = session.warm.process_folder
     if session.peers is not None:
         session.peers.wait_for_nodes()
     if options.peers is not None and options.image is None:
@@ -133,6 +137,7 @@ def run_command(
         warm = options.warm != "off" and "BOOTSEER_WARM" in env
         restarts = Restarts(options.restarts, options.restart_delay, program, session, renew, warm=warm)
         restarts.tag_environment(env)
+        restarts.restore_process(process_folder, program, env, enter)
     while True:
         attrs = {"program": os.path.basename(program[0])}
         span = session.tracer.emit("command", BEGIN, parent=session.span, span=span, attrs=attrs)
@@ -150,6 +155,8 @@ def run_command(
         env.update(session.tracer.environment(span))
         ended = restarts.prepare(code, signals, env)
         if ended is not None:
+            if ended == 0:
+                restarts.record_process(process_folder, program, env, enter)
             restarts.close()
             return ended
 

@@ -5,7 +5,9 @@ A container ends with its first program, and a warm parent with its container. W
 container, too, both outlive the command, and its restart repeats neither the container's start nor imports. Run by the
 image's own Python, so only modules that need nothing but the standard library are imported:
 
-    python3 -I -S inside.py RESTARTS DELAY RUN_SPAN SPOOL WORD...
+    python3 -I -S inside.py RESTARTS DELAY RUN_SPAN SPOOL PROCESS WORD...
+
+PROCESS is the folder for process snapshots, or empty.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from bootseer.trace.event import BEGIN, END, FAILED, OK
 from bootseer.trace.tracer import from_environment
 
 
-def run(max_restarts: int, delay_s: int, span: str, folder: str, command: list[str]) -> int:
+def run(max_restarts: int, delay_s: int, span: str, folder: str, process: str, command: list[str]) -> int:
     """Run the command, restarting it as `bootseer run --restarts` does; returns its exit code.
 
     The events of its first start are written by the run outside.
@@ -33,6 +35,7 @@ def run(max_restarts: int, delay_s: int, span: str, folder: str, command: list[s
     tracer = from_environment(env) or Unmeasured(env).tracer
     restarts = Restarts(max_restarts, delay_s, command, RunEvents(tracer, span, folder), None, warm=True)
     restarts.tag_environment(env)
+    restarts.restore_process(process, command, env)
     own_span = ""
     while True:
         signals: list[int] = []
@@ -55,6 +58,8 @@ def run(max_restarts: int, delay_s: int, span: str, folder: str, command: list[s
             tracer.emit("command", END, span=own_span, parent=span, outcome=FAILED if code else OK, attrs=facts)
         ended = restarts.prepare(code, signals, env)
         if ended is not None:
+            if ended == 0:
+                restarts.record_process(process, command, env)
             restarts.close()
             return ended
         attrs = {"program": os.path.basename(command[0])}
@@ -63,5 +68,5 @@ def run(max_restarts: int, delay_s: int, span: str, folder: str, command: list[s
 
 
 if __name__ == "__main__":
-    restarts, delay, span, folder, *command = sys.argv[1:]
-    sys.exit(run(int(restarts), int(delay), span, folder, command))
+    restarts, delay, span, folder, process, *command = sys.argv[1:]
+    sys.exit(run(int(restarts), int(delay), span, folder, process, command))

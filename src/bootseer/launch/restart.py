@@ -157,6 +157,20 @@ class Restarts:
         `own_group` as in `supervise.spawn`."""
         return self.warm.spawn(env, streams, own_group) if self.warm is not None else None
 
+    def restore_process(
+        self, folder: str, command: Sequence[str], env: Mapping[str, str], enter: Callable[[], None] | None = None
+    ) -> None:
+        """Before the first start: restore the process snapshot in `folder`; see `WarmRestart.restore`."""
+        if self.warm is not None and folder:
+            self.warm.restore(folder, command, env, enter)
+
+    def record_process(
+        self, folder: str, command: Sequence[str], env: Mapping[str, str], enter: Callable[[], None] | None = None
+    ) -> None:
+        """After a successful run: see `WarmRestart.record`."""
+        if self.warm is not None and folder:
+            self.warm.record(folder, command, env, enter)
+
     def close(self) -> None:
         if self.warm is not None:
             self.warm.close()

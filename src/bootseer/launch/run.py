@@ -114,7 +114,7 @@ def _start_warm(
             raise UsageError("the hook is off, which records imports")
         if "spool" not in session.sinks:
             raise UsageError("there is no spool to record imports in")
-        session.warm = parts.enter_context(WarmStart(session, command, env, environment, options.warm))
+        session.warm = parts.enter_context(WarmStart(session, command, env, environment, options))
     except (BootseerError, OSError) as error:  # there is no folder for records
         say(f"not warm: {error}")
 

@@ -9,26 +9,33 @@ them. A module because of which a warm parent could not be used is remembered an
 
 from __future__ import annotations
 
+import mmap
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
 from bootseer.artifact import document
-from bootseer.artifact.places import cache_root, own_folder, warm_folder
+from bootseer.artifact.owned_folder import OwnedFolder
+from bootseer.artifact.places import cache_root, containers_folder, own_folder, processes_folder, warm_folder
 from bootseer.artifact.workload import workload_key
-from bootseer.errors import BootseerError
+from bootseer.errors import BootseerError, PermanentError
 from bootseer.hook.programs import KNOWN, MAX_BYTES, RECORD, SCHEMA, recorded
 from bootseer.io.files import replace_file
 from bootseer.launch.observers import COMMAND_ENDED, StartReport, reporting_errors
+from bootseer.launch.process_snapshot import MADE, RESTORED, is_secret
 from bootseer.launch.session import Session
 from bootseer.launch.supervise import say
 from bootseer.units import plural
+
+if TYPE_CHECKING:
+    from bootseer.artifact.process_snapshots import ProcessSnapshot
+    from bootseer.launch.command import Options
 
 EVENT = "warm_start"
 _MAX_RECORDS = 16
@@ -39,6 +46,7 @@ _LATE = ""
 """Among the modules of `Record.cold`: a warm parent did not answer in time."""
 _NEVER_WHOLE = ("torch", "jax")
 """Packages without which a warm start gains nothing: only single modules of them are left out."""
+_SHORTEST_SECRET = 6
 _SHARED = re.compile(r"(?!LD_|GLIBC_|PYTHON)\w+=[\w.,:+-]{0,32}", re.ASCII)
 """Variables that are shared with other nodes: values are short numbers and names, not paths and not secrets, and names
 do not include those that load other programs."""
@@ -61,6 +69,12 @@ class Record(msgspec.Struct, frozen=True):
     launcher: _Name
     cold: Annotated[dict[_Name, _Name], Meta(max_length=_MAX_COLD)] = {}
     """Modules that are not imported by the warm parent, and why."""
+    start: Annotated[tuple[Annotated[str, Meta(max_length=4096)], ...], Meta(max_length=8)] = ()
+    """The launcher's command line up to its program."""
+    start_digest: Annotated[str, Meta(max_length=64)] = ""
+    """Of the launcher's start (`hook.programs.start_digest`)."""
+    python: Annotated[str, Meta(max_length=4096)] = ""
+    """Path of the interpreter of both."""
     never: Annotated[str, Meta(max_length=300)] = ""
     """Why a warm parent with these modules cannot be copied."""
 
@@ -110,7 +124,7 @@ def shared(known: Known) -> Known:
         native = {
             key: value for key, value in one.native.items() if recorded(key) and _SHARED.fullmatch(f"{key}={value}")
         }
-        launchers[name] = replace(one, native=native)
+        launchers[name] = replace(one, native=native, start=(), python="")  # no programs to start
     return Known(launchers)
 
 
@@ -118,7 +132,7 @@ class WarmStart:
     """One start with a warm parent, if there is a record of what to import."""
 
     def __init__(
-        self, session: Session, command: Sequence[str], env: Mapping[str, str], environment: str, mode: str
+        self, session: Session, command: Sequence[str], env: Mapping[str, str], environment: str, options: Options
     ) -> None:
         """`environment` distinguishes environments in which the same command runs. Raises `BootseerError` and
         `OSError` if there is no folder for records."""
@@ -127,19 +141,37 @@ class WarmStart:
         # By descriptor: a container's user may write to the spool, and put a link in this folder's place later.
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         self._folder = Path(f"/proc/self/fd/{os.open(session.warm_folder, flags)}")
-        self._mode = mode
+        self._mode = options.warm
+        self._env = env
         name = f"{workload_key(command, setup=environment)}.json"
         self._path = warm_folder(cache_root(env)) / name
         self.shared_path = self._path.with_suffix(".shared")
         """The part shared with other nodes."""
         self.report = StartReport(session, self._save)
         """Saves what this start imported."""
+        self.process: ProcessSnapshot | None = None
+        """Where process snapshots are kept and shared; None without them."""
+        self._process_folder: OwnedFolder | None = None
+        if options.process_snapshot:
+            from bootseer.artifact.process_snapshots import ProcessSnapshot, machine_key
+
+            self._process_folder = OwnedFolder.made(containers_folder(cache_root(env)), "process-")
+            path = processes_folder(cache_root(env)) / f"{self._path.stem}-{machine_key()}"
+            self.process = ProcessSnapshot(path, self._process_folder.path / RESTORED, say)
 
     def __enter__(self) -> WarmStart:
         return self
 
+    @property
+    def process_folder(self) -> str:
+        """The folder of this run for process snapshots (`launch.process_snapshot`); empty without them."""
+        return str(self._process_folder.path) if self._process_folder is not None else ""
+
     def hand_over(self) -> None:
-        """Write the record where the launcher finds it. Never raises."""
+        """Write the record, and the process snapshot, where the launcher finds it. Never raises."""
+        if self.process is not None:
+            with reporting_errors("no process snapshot is restored"):
+                self.process.unpack()
         with reporting_errors("the start is not warm"):
             known = self._known()
             if known.launchers:
@@ -151,6 +183,23 @@ class WarmStart:
 
     def __exit__(self, *_: object) -> None:
         self.report.send(COMMAND_ENDED)
+        if self._process_folder is not None:
+            with reporting_errors("the process snapshot was not kept"):
+                self._keep_process()
+            self._process_folder.remove()
+
+    def _keep_process(self) -> None:
+        """Store the process snapshot that this run made, unless it contains a secret."""
+        made = Path(self.process_folder, MADE)
+        if self.process is None or not made.is_dir():
+            return
+        secrets = [(name, value) for name, value in self._env.items() if is_secret(name, value)]
+        for pages in made.glob("pages-*.img"):
+            with pages.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory:
+                for name, value in secrets:
+                    if len(value) >= _SHORTEST_SECRET and memory.find(os.fsencode(value)) >= 0:
+                        raise PermanentError(f"it contains the value of {name}")
+        self.process.keep(made)
 
     def _known(self) -> Known:
         for path in (self._path, self.shared_path):

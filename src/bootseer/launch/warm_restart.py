@@ -11,18 +11,20 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bootseer.hook import programs
 from bootseer.hook.warm_launcher import EVENT, RefusedError, ask
 from bootseer.io import proc
-from bootseer.launch.supervise import PR_SET_CHILD_SUBREAPER, leads_group, log, prctl
+from bootseer.launch.supervise import PR_SET_CHILD_SUBREAPER, leads_group, log, prctl, say
 from bootseer.trace.event import INSTANT
 
 if TYPE_CHECKING:
     from bootseer.trace.tracer import Tracer
 
+STAGE = "model_initialization.restore_process"
 _READY_S = 60.0
 """The waiting warm parent has imported everything, and signals wait for its answer."""
 
@@ -34,6 +36,9 @@ class WarmRestart:
         """`span`: the parent of the events, and the run's id."""
         self._tracer, self._span = tracer, span
         self._waiting: dict[int, socket.socket] = {}
+        self._restored: dict[str, Any] = {}
+        """For the request to the warm parent that was restored."""
+        self._is_restored = False
         self._socket: socket.socket | None = None
         try:
             if not prctl(PR_SET_CHILD_SUBREAPER, 1):
@@ -44,6 +49,38 @@ class WarmRestart:
         except (ImportError, OSError, AttributeError) as error:
             log(__name__, "restarts are not warm: %s", error)
             self.close()
+
+    def restore(
+        self, folder: str, command: Sequence[str], env: Mapping[str, str], enter: Callable[[], None] | None
+    ) -> None:
+        """Let the next launcher be forked from the warm parent whose process snapshot is in `folder`, if there is one.
+        Without it the command is started as before, with the reason in an event."""
+        from bootseer.launch import process_snapshot
+
+        if self._socket is None or not os.path.isdir(os.path.join(folder, process_snapshot.RESTORED)):
+            return
+        began_ns = time.monotonic_ns()
+        try:
+            pid, end, self._restored = process_snapshot.restore(folder, command, env, enter)
+        except process_snapshot.SnapshotError as error:
+            attrs = {"program": "the launcher", "why_not": f"no process snapshot: {error}"[:300]}
+            self._tracer.emit(EVENT, INSTANT, parent=self._span, attrs=attrs)
+        else:
+            self._waiting[pid] = end
+            self._tracer.emit_ended(STAGE, began_ns)
+
+    def record(
+        self, folder: str, command: Sequence[str], env: Mapping[str, str], enter: Callable[[], None] | None
+    ) -> None:
+        """Make a process snapshot for later starts of the command in `folder`, unless this one was started from one."""
+        from bootseer.launch import process_snapshot
+
+        if self._is_restored:
+            return
+        try:
+            process_snapshot.record(folder, command, env, enter)
+        except process_snapshot.SnapshotError as error:
+            say(f"no process snapshot was made: {error}")
 
     def pids(self) -> set[int]:
         """Process ids of the waiting warm parents."""
@@ -71,6 +108,7 @@ class WarmRestart:
             if ours and pid is None and not why_not:
                 try:
                     facts = self._ask(end, env, streams, leads_group() if own_group is None else own_group)
+                    self._is_restored |= bool(self._restored)
                     pid = facts.pop("pid")
                 except RefusedError as refused:
                     why_not, facts = str(refused), dict(refused.facts)
@@ -80,6 +118,7 @@ class WarmRestart:
                 with contextlib.suppress(OSError):  # the reason why it has ended
                     why_not = why_not or os.fsdecode(end.recv(1000, socket.MSG_DONTWAIT))
             end.close()  # ends it, unless its copy has taken its place
+            self._restored = {}
             if ours:
                 proc.end_child(parent)
         if pid is not None or why_not:
@@ -99,6 +138,7 @@ class WarmRestart:
             "group": 0 if own_group else -1,
             "umask": -1,
             "mask": [],
+            **self._restored,
         }
         return ask(end, request, list(wanted.values()), _READY_S)
 

@@ -152,6 +152,7 @@ def _restore(
         loading=options.loading,
         unpack=written_out,
         imports=warm.shared_path if warm is not None else None,
+        process=warm.process if warm is not None else None,
     )
     layer = mount_layer(
         document, store, layer_options, stage=lambda name: task.stage(f"restore.{name}"), say=say, show=task.show

@@ -46,6 +46,7 @@ STAGE = "image_loading"
 _IN_CONTAINER = "/run/bootseer"
 _HOOK = f"{_IN_CONTAINER}/bootseer"
 _SPOOL = f"{_IN_CONTAINER}/spool"
+_PROCESS = f"{_IN_CONTAINER}/process"
 _OF_SETUP = "-setup"
 _PREFIX = "start-"
 """Of folders of containers. Earlier versions called them `run-`, and locked none."""
@@ -103,7 +104,7 @@ class _ImageStart:
         identity = session.tracer.identity
         request = replace(request, publish=is_publisher(identity.node, identity.num_nodes))
         if session.warm is not None:
-            request = replace(request, imports=session.warm.shared_path)
+            request = replace(request, imports=session.warm.shared_path, process=session.warm.process)
         self._request = request
         # Checkpoints are at the same place as here.
         binds = tuple(Bind(folder, folder) for folder in extra_env.values())
@@ -234,7 +235,10 @@ class _ImageStart:
                 # A pattern is searched for outside of the container, once for each start of a command there.
                 if self._options.restarts is not None and prepend and self._options.began_pattern is None:
                     numbers = (str(self._options.restarts), str(self._options.restart_delay))
-                    parent = (f"{_HOOK}/launch/inside.py", *numbers, session.span, _SPOOL)
+                    process = session.warm.process_folder and _PROCESS
+                    parent = (f"{_HOOK}/launch/inside.py", *numbers, session.span, _SPOOL, process)
+                    if process:
+                        binds.append(Bind(session.warm.process_folder, _PROCESS))
         if self._options.restarts is not None:
             env[RESTART] = str(session.tracer.identity.restart)
             env[RUN_ID] = session.span
@@ -252,6 +256,8 @@ class _ImageStart:
                 _give_folder(session.folder, user.uid)
                 if session.warm is not None:
                     _give_folder(session.warm_folder, user.uid)
+                    if session.warm.process_folder:
+                        _give_folder(session.warm.process_folder, user.uid)
         return container
 
     def _command_ended(self, code: int, seconds: float) -> None:

@@ -1,0 +1,219 @@
+"""Process snapshots: a warm parent is dumped with CRIU at the end of a run, and restored at the begin of later ones.
+
+Works without privileges other than CAP_CHECKPOINT_RESTORE, beside the command: also within its container
+(`launch.inside`), so only the standard library is imported. What is dumped is no process that the job used, but one
+that has done nothing except the imports of the job's ranks, with a selection of the environment's variables
+(`hook.warm_parent.snapshot`). Its process id is an unusual one, because it is the same where it is restored.
+
+The folder for them belongs to one run: `RESTORED` is the snapshot that this run starts from, and `MADE` the one that it
+made (`artifact.process_snapshots` stores it).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from bootseer.hook import programs, warm_launcher
+from bootseer.io import proc
+from bootseer.launch import supervise
+from bootseer.machine.criu import PROGRAM, find_criu
+
+RESTORED, MADE = "restored", "made"
+_NEW = "new"
+_RESTORE_S, _DUMP_S, _IMPORT_S = 20.0, 60.0, 120.0
+_CONNECT_S = 5.0
+_RECORD_S = 3.0
+"""How long the end of a short run waits for the record of its imports, which `bootseer run` writes."""
+_OPTIONS = ("--unprivileged", "--shell-job", "--manage-cgroups=ignore")
+"""The process gets the session, process group and cgroup of the CRIU that restores it."""
+_TRIES = 2
+_KEPT = re.compile(r"(?:PATH|HOME|USER|LOGNAME|SHELL|TERM|TMPDIR|LANG|LC_\w+|BOOTSEER_TRACE|BOOTSEER_HOOK)\Z")
+"""Variables that every process may have; others only if imports read them."""
+_SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|COOKIE|_KEYS?(?:_|\Z)|AUTH", re.IGNORECASE)
+_CAPABILITIES = 1 << 40 | 1 << 21
+"""CAP_CHECKPOINT_RESTORE, and CAP_SYS_ADMIN, which includes it. `criu check` asks for more than is needed: a writable
+/proc/sys, which containers do not have."""
+_NEWNS = 0x0002_0000
+
+
+class SnapshotError(Exception):
+    """There is no process snapshot; the text is the reason."""
+
+
+def is_secret(name: str, value: str) -> bool:
+    """Whether a variable is not for memory images, by its name, or as an address with a password."""
+    return _SECRET.search(name) is not None or re.search(r"://[^/@\s]*:[^/@\s]+@", value) is not None
+
+
+def restore(
+    folder: str, command: Sequence[str], env: Mapping[str, str], enter: Callable[[], None] | None
+) -> tuple[int, socket.socket, dict[str, Any]]:
+    """Restore the warm parent in `folder` for this command; returns its process id, the socket to it, and what a
+    request for the launcher needs. It is a child of this process. Raises `SnapshotError`.
+
+    `enter` runs in a child before exec, to enter the command's namespaces.
+    """
+    images = os.path.join(folder, RESTORED)
+    try:
+        with open(os.path.join(images, programs.FACTS), "rb") as file:
+            facts = json.loads(file.read(programs.MAX_BYTES))
+        if facts["program"] != _program(command, env):
+            raise SnapshotError(f"{command[0]} is another program, or has changed")
+        pid, start = int(facts["pid"]), [str(word) for word in facts["start"]]
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(programs.process_address(os.getpid()))
+            listener.listen(8)
+            words = ("restore", "-D", images, "-d", "-S", *_OPTIONS, "-o", "restore.log")
+            _run_criu(words, env, enter, _RESTORE_S, os.path.join(images, "restore.log"))
+            listener.settimeout(_CONNECT_S)
+            end = listener.accept()[0]
+            end.settimeout(None)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SnapshotError(f"{type(error).__name__}: {error}") from error
+    if programs.peer(end) != (pid, os.getuid()) or proc.parent(pid) != os.getpid():
+        end.close()
+        raise SnapshotError("another process answered")
+    request = {
+        "argv": [*start, *command[1:]],
+        "comm": os.fsencode(os.path.basename(command[0]))[:15],
+        "folder": os.getcwd(),
+    }
+    return pid, end, request
+
+
+def record(folder: str, command: Sequence[str], env: Mapping[str, str], enter: Callable[[], None] | None) -> None:
+    """Make a process snapshot for the command in `MADE` of `folder`. Raises `SnapshotError`, also if no warm parent can
+    be dumped."""
+    new = os.path.join(folder, _NEW)
+    pid = 0
+    try:
+        find_criu(env)
+        if not int(proc.status()["CapEff"], 16) & _CAPABILITIES:
+            raise SnapshotError("this needs CAP_CHECKPOINT_RESTORE; see docs/process.md")
+        known = _known(env, command)
+        variables = {name: env[name] for name in env if _KEPT.match(name) or programs.recorded(name)}
+        variables |= {name: value for name, value in known["native"].items() if programs.recorded(name)}
+        variables |= {name: env[name] for name in (programs.VARIABLE, "PYTHONPATH") if name in env}
+        for _ in range(_TRIES):
+            shutil.rmtree(new, ignore_errors=True)
+            os.mkdir(new, 0o700)
+            facts = _import(new, known, variables, enter)
+            pid = facts.get("pid", 0)
+            if facts["why_not"]:
+                raise SnapshotError(facts["why_not"])
+            read = {name: env[name] for name in facts["reads"] if name in env and not is_secret(name, env[name])}
+            if read.items() <= variables.items():
+                break
+            variables |= read
+            _end(pid)
+        words = ("dump", "-t", str(pid), "-D", new, *_OPTIONS, "-o", "dump.log")
+        _run_criu(words, env, lambda: _enter_mounts(pid), _DUMP_S, os.path.join(new, "dump.log"))
+        programs.write_facts(new, {"pid": pid, "program": _program(command, env), "start": known["start"]})
+        os.rename(new, os.path.join(folder, MADE))
+    except (OSError, LookupError, ValueError, TypeError, supervise.StartError) as error:
+        raise SnapshotError(str(error) or type(error).__name__) from error
+    finally:
+        if pid:
+            _end(pid)
+        shutil.rmtree(new, ignore_errors=True)
+
+
+def _known(env: Mapping[str, str], command: Sequence[str]) -> dict[str, Any]:
+    """The record of the command as a launcher. Raises `LookupError`."""
+    folder = env[programs.VARIABLE]
+    until_s = time.monotonic() + _RECORD_S
+    while any(name.startswith(programs.RECORD) for name in os.listdir(folder)) and time.monotonic() < until_s:
+        time.sleep(0.05)
+    digest = programs.start_digest(os.getpid(), command[1:], env)
+    for name, one in programs.read_known(folder).items():
+        if one["start_digest"] == digest and not one["never"]:
+            return {**one, "launcher": name}
+    raise LookupError(
+        "the command is no Python program with recorded ranks, or changes the environment or limits first"
+    )
+
+
+def _program(command: Sequence[str], env: Mapping[str, str]) -> list[Any]:
+    """The command's program, and what changes with it."""
+    path = shutil.which(command[0], path=env.get("PATH"))
+    with contextlib.suppress(OSError):
+        found = os.stat(path or "")
+        return [path, found.st_mtime_ns, found.st_size]
+    return [path]
+
+
+def _import(
+    new: str, known: Mapping[str, Any], variables: Mapping[str, str], enter: Callable[[], None] | None
+) -> dict[str, Any]:
+    """Start the process that imports; returns its facts. Raises `SnapshotError` when it takes too long."""
+    server = os.path.join(os.path.dirname(warm_launcher.__file__), programs.PARENT)
+    words = (programs.SNAPSHOT, variables[programs.VARIABLE], known["launcher"], new)
+    first = _spawn((known["python"], *known["flags"], server, *words), variables, enter)
+    path = os.path.join(new, programs.FACTS)
+    until_s = time.monotonic() + _IMPORT_S
+    while not os.path.exists(path):
+        if time.monotonic() > until_s:
+            proc.end_child(first)
+            raise SnapshotError(f"the imports took longer than {_IMPORT_S:.0f} s")
+        time.sleep(0.02)
+    proc.end_child(first)
+    with open(path, "rb") as file:
+        return dict(json.loads(file.read(programs.MAX_BYTES)))
+
+
+def _run_criu(
+    words: Sequence[str], env: Mapping[str, str], enter: Callable[[], None] | None, deadline_s: float, log: str
+) -> None:
+    """Run CRIU. Raises `SnapshotError` with the first error in its log."""
+    pid = _spawn((env.get(PROGRAM) or "criu", *words), {"PATH": env.get("PATH", os.defpath)}, enter)
+    until_s = time.monotonic() + deadline_s
+    while True:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            break
+        if time.monotonic() > until_s:
+            proc.end_child(pid)
+            raise SnapshotError(f"criu {words[0]} took longer than {deadline_s:.0f} s")
+        time.sleep(0.002)
+    if status:
+        reason = ""
+        with contextlib.suppress(OSError), open(log, errors="replace") as file:
+            reason = next((line.partition("Error ")[2] for line in file if "Error " in line), "")
+        raise SnapshotError(f"criu {words[0]}: {reason.strip() or f'exit code {os.waitstatus_to_exitcode(status)}'}")
+
+
+def _spawn(words: Sequence[str], env: Mapping[str, str], enter: Callable[[], None] | None) -> int:
+    """Start a program without streams. Raises `SnapshotError`."""
+    null = os.open(os.devnull, os.O_RDWR)
+    try:
+        return supervise.spawn(words, env, dict.fromkeys((0, 1, 2), null), own_group=False, enter=enter)
+    except supervise.StartError as error:
+        raise SnapshotError(str(error)) from error
+    finally:
+        os.close(null)
+
+
+def _end(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    proc.end_child(pid)
+
+
+def _enter_mounts(pid: int) -> None:
+    """Enter a process's mount namespace, where CRIU finds its files."""
+    if proc.link(pid, "ns/mnt") == proc.link("self", "ns/mnt"):
+        return
+    import ctypes
+
+    namespace = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+    if ctypes.CDLL(None, use_errno=True).setns(namespace, _NEWNS):
+        raise OSError(ctypes.get_errno(), "cannot enter its mount namespace")
