@@ -143,9 +143,9 @@ class ProcessSnapshot:
         """
         if self._shared is not None:
             return
-        name = process_name(digest, f"{workload}-{machine_key()}")
-        self._shared = _Shared(name, digest, store_uri, plain_http, signatures, publish)
         try:
+            name = process_name(digest, f"{workload}-{machine_key()}")
+            self._shared = _Shared(name, digest, store_uri, plain_http, signatures, publish)
             self._child = start_child(partial(_obtain, self._shared, self._path, self._into), alone=True)
         except OSError as error:
             self._say(f"no process snapshot: {error}")
@@ -156,7 +156,7 @@ class ProcessSnapshot:
         try:
             if child is not None:
                 result_of(child, deadline_s=_WAIT_S)
-            else:
+            elif not self._into.exists():
                 _obtain(None, self._path, self._into)
         except NotFoundError:
             pass
@@ -220,6 +220,7 @@ def _obtain(shared: _Shared | None, path: Path, into: Path) -> None:
     if shared is not None and not path.exists():
         with closing(shared.open_store()) as store:
             retrying(lambda left_s: _copy(shared, store, path, left_s), deadline_s=_FETCH_S)
+    own_folder(path.parent, make=False)
     try:
         file = path.open("rb")
     except FileNotFoundError as error:
@@ -227,7 +228,6 @@ def _obtain(shared: _Shared | None, path: Path, into: Path) -> None:
     unfinished = into.with_name(f".{into.name}")
     try:
         with file:
-            own_folder(path.parent, make=False)
             unfinished.mkdir(mode=0o700)
             _unpack(file, unfinished)
         unfinished.rename(into)

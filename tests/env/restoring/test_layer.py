@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from bootseer.artifact.process_snapshots import ProcessSnapshot
 from bootseer.artifact.unpacked import delete_idle_trees
 from bootseer.env.document import EnvironmentDocument
 from bootseer.env.restoring.layer import Layer, LayerOptions, mount_layer
@@ -120,6 +121,21 @@ def test_one_mount_serves_all_starts_and_survives_them(
     second.close()
     assert kernel.is_mount(first.path)
     assert unmount_idle(runtime, idle_s=0) == [document.file.identity]
+
+
+def test_a_process_snapshot_is_shared_also_by_a_node_that_has_everything(bring: BringIt, tmp_path: Path) -> None:
+    images = tmp_path / "images"
+    images.mkdir()
+    (images / "core.img").write_bytes(b"core")
+    said: list[str] = []
+    for name, loading, found in (("first", "pull", False), ("second", "lazy", True)):
+        into = tmp_path / name
+        snapshot = ProcessSnapshot(tmp_path / f"{name}-processes" / "w", into, said.append)
+        assert bring(loading=loading, workload="w", process=snapshot).facts["mode"] == ("local" if found else "pull")
+        assert snapshot.unpack() == found
+        snapshot.keep(images)
+    assert (into / "core.img").read_bytes() == b"core"
+    assert said == []
 
 
 @contextmanager
