@@ -1,4 +1,4 @@
-"""Run a function in a forked child process, for store clients that a fork would break.
+"""Run a function in a forked child process: for store clients that a fork would break, and beside this process.
 
 The clients of object stores and of HDFS have threads for as long as the process lives. A mount daemon forked from this
 process would inherit their locks without these threads. So requests to such a store before the fork are made by a
