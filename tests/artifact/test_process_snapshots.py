@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -34,6 +37,8 @@ DIGEST = "sha256:" + "ab" * 32
 WORKLOAD = "train.py-0123456789ab"
 NAME = process_name(DIGEST, f"{WORKLOAD}-{machine_key()}")
 FILES = {"core-1.img": b"\x01core" * 3, "pages-1.img": os.urandom(3 << 20) + bytes(2 << 20), "empty.img": b""}
+
+MACHINE = "from bootseer.artifact.process_snapshots import machine_key; print(machine_key())"
 
 
 class Node:
@@ -110,6 +115,18 @@ def put(uri: str, data: bytes, name: str = NAME) -> None:
 def stored(uri: str, name: str = NAME) -> bytes:
     with closing(open_store(uri)) as store:
         return b"".join(store.read(name))
+
+
+def test_a_machine_is_known_by_what_its_processes_see() -> None:
+    key, processors = machine_key(), os.sched_getaffinity(0)
+    assert re.fullmatch("[0-9a-f]{16}", key)
+    assert subprocess.check_output([sys.executable, "-c", MACHINE], text=True).strip() == key
+    if len(processors) > 1:
+        os.sched_setaffinity(0, {min(processors)})
+        try:
+            assert machine_key() != key
+        finally:
+            os.sched_setaffinity(0, processors)
 
 
 def test_a_kept_snapshot_is_unpacked_on_this_node(node: Node, images: Path) -> None:

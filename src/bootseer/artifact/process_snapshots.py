@@ -117,8 +117,8 @@ class _Shared(Struct, frozen=True):
     signatures: Signatures
     publish: bool
 
-    def open_store(self) -> Store:
-        return open_store(self.store_uri, plain_http=self.plain_http)
+    def open_store(self, *, mirrored: bool = False) -> Store:
+        return open_store(self.store_uri, plain_http=self.plain_http, mirrored=mirrored)
 
 
 class ProcessSnapshot:
@@ -218,7 +218,7 @@ def _obtain(shared: _Shared | None, path: Path, into: Path) -> None:
     """Copy the store's snapshot to this node, if it has none, and unpack it. Files and folder get their names when they
     are complete and verified. Raises `BootseerError` and `OSError`."""
     if shared is not None and not path.exists():
-        with closing(shared.open_store()) as store:
+        with closing(shared.open_store(mirrored=True)) as store:
             retrying(lambda left_s: _copy(shared, store, path, left_s), deadline_s=_FETCH_S)
     own_folder(path.parent, make=False)
     try:
