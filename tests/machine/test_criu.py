@@ -43,6 +43,14 @@ def test_a_check_needs_one_capability_and_leaves_nothing_behind(criu: str, tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.root
+def test_a_container_without_a_writable_proc_sys_is_enough(criu: str) -> None:
+    code = f"import os; from bootseer.machine.criu import check_criu; print([check_criu({criu!r}, os.environ)])"
+    script = 'mount --bind /proc/sys /proc/sys && mount -o remount,bind,ro /proc/sys && exec "$0" -c "$1"'
+    words = ["unshare", "-m", "sh", "-c", script, sys.executable, code]
+    assert subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout == "['']\n"
+
+
 def test_the_variable_precedes_path(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     on_path = _program(tmp_path / "bin" / "criu", "echo 'Version: 4.2'")

@@ -121,7 +121,7 @@ def check_stacks() -> Check:
 
 def check_processes(environ: Mapping[str, str]) -> Check:
     """Whether there is a CRIU that can dump and restore processes here."""
-    opens = ("run --warm: the first start on a node restores the imported modules",)
+    opens = ("run --process-snapshot: imported modules are restored, also in the first start on a node",)
     try:
         path = find_criu(environ)
         found = f"{path} {criu_version(path, environ)}"
