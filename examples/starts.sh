@@ -156,6 +156,12 @@ if [[ -n ${REQUIREMENTS:-} ]]; then
     --container-env PIP_NO_INDEX=1 --container-env PIP_FIND_LINKS=/wheels --container-env PIP_QUIET=1)
 fi
 [[ -z ${CHECKPOINT_STRIPED:-} ]] || setup+=(--checkpoint "$CHECKPOINT_STRIPED" --checkpoint-dir "$CHECKPOINTS")
+# Processes are restored from memory where CRIU is at hand.
+criu="$root/.criu"
+[[ -x $criu/criu ]] || criu="$(dirname "$(command -v criu || echo /)")"
+if [[ -x $criu/criu ]]; then
+  setup+=(--process-snapshot --cap-add CHECKPOINT_RESTORE --mount "$criu:/opt/criu:ro" --container-env BOOTSEER_CRIU=/opt/criu/criu)
+fi
 in_image() { # `start` or `run`, name, more options..., -- command...
   local how="$1" name="$2"
   shift 2

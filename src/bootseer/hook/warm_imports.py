@@ -27,6 +27,12 @@ _CHANGE_OTHERS = (
 """Modules that change how others are imported, or that use the network at import."""
 
 
+_Stamp = tuple[Any, ...] | None
+_CONTENT = "content"
+_RECENT_S = 86400.0
+"""Longer than a setup takes."""
+
+
 class UnfitError(Exception):
     """This process must not be copied; the text is the reason."""
 
@@ -117,19 +123,36 @@ class Imports:
         if any(type(one).__module__.startswith("numpy.random") for one in _generators()):
             raise UnfitError("an import created a random generator of numpy")
 
-    def _stamp(self, path: str, since_ns: float = math.inf) -> tuple[int, ...] | None:
-        """What changes with a file; None if it does not exist or has changed since this time."""
+    def _stamp(self, path: str, since_ns: float = math.inf, like: _Stamp = ()) -> _Stamp:
+        """What changes with a file; None if it does not exist or has changed since this time.
+
+        Of a dumped process it is compared on other nodes. There inode numbers are others, and files that a setup has
+        just written have other times in its snapshot: those are compared by content, and folders by their names.
+        """
         try:
             found = os.stat(path)
+            if self._dumped and (like[:1] == (_CONTENT,) if like else found.st_mtime > time.time() - _RECENT_S):
+                return _CONTENT, _digest(path)
         except OSError:
             return None
-        stamp = (found.st_mtime_ns, found.st_size) + (() if self._dumped else (found.st_ino,))  # another on other nodes
+        stamp = (found.st_mtime_ns, found.st_size) + (() if self._dumped else (found.st_ino,))
         return stamp if found.st_ctime_ns < since_ns else None
 
     def files_differ(self) -> str:
         """Name a module's file, or a folder of packages, that has changed since the imports; empty if none has."""
-        changed = next((path for path, stamp in self.files if self._stamp(path) != stamp), "")
+        changed = next((path for path, stamp in self.files if self._stamp(path, like=stamp or ()) != stamp), "")
         return f"{changed} has changed since the imports" if changed else ""
+
+
+def _digest(path: str) -> bytes:
+    import hashlib
+
+    if os.path.isdir(path):
+        text = repr(sorted(set(os.listdir(path)) - {"__pycache__"})).encode()
+    else:
+        with open(path, "rb") as file:
+            text = file.read()
+    return hashlib.blake2b(text).digest()
 
 
 def _generators() -> list[Any]:
