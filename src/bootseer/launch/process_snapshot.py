@@ -29,13 +29,14 @@ from bootseer.machine.criu import PROGRAM, find_criu
 
 RESTORED, MADE = "restored", "made"
 _NEW = "new"
-_RESTORE_S, _DUMP_S, _IMPORT_S = 20.0, 60.0, 120.0
+_RESTORE_S, _DUMP_S, _IMPORT_S = 20.0, 60.0, 60.0
 _CONNECT_S = 5.0
 _RECORD_S = 3.0
 """How long the end of a short run waits for the record of its imports, which `bootseer run` writes."""
 _OPTIONS = ("--unprivileged", "--shell-job", "--manage-cgroups=ignore")
 """The process gets the session, process group and cgroup of the CRIU that restores it."""
-_TRIES = 2
+_TRIES = 4
+"""Each learns variables that imports read, or a module that must not be imported in advance."""
 _KEPT = re.compile(r"(?:PATH|HOME|USER|LOGNAME|SHELL|TERM|TMPDIR|LANG|LC_\w+|BOOTSEER_TRACE|BOOTSEER_HOOK)\Z")
 """Variables that every process may have; others only if imports read them."""
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|COOKIE|_KEYS?(?:_|\Z)|AUTH", re.IGNORECASE)
@@ -82,12 +83,15 @@ def restore(
     if programs.peer(end) != (pid, os.getuid()) or proc.parent(pid) != os.getpid():
         end.close()
         raise SnapshotError("another process answered")
-    request = {
-        "argv": [*start, *command[1:]],
-        "comm": os.fsencode(os.path.basename(command[0]))[:15],
-        "folder": os.getcwd(),
-    }
-    return pid, end, request
+    return (
+        pid,
+        end,
+        {
+            "argv": [*start, *command[1:]],
+            "comm": os.fsencode(os.path.basename(command[0]))[:15],
+            "folder": os.getcwd(),
+        },
+    )
 
 
 def record(folder: str, command: Sequence[str], env: Mapping[str, str], enter: Callable[[], None] | None) -> None:
@@ -102,19 +106,27 @@ def record(folder: str, command: Sequence[str], env: Mapping[str, str], enter: C
         known = _known(env, command)
         variables = {name: env[name] for name in env if _KEPT.match(name) or programs.recorded(name)}
         variables |= {name: value for name, value in known["native"].items() if programs.recorded(name)}
-        variables |= {name: env[name] for name in (programs.VARIABLE, "PYTHONPATH") if name in env}
-        for _ in range(_TRIES):
+        variables |= {"PYTHONPATH": env["PYTHONPATH"]} if "PYTHONPATH" in env else {}
+        for attempt in range(_TRIES):
             shutil.rmtree(new, ignore_errors=True)
             os.mkdir(new, 0o700)
             facts = _import(new, known, variables, enter)
             pid = facts.get("pid", 0)
-            if facts["why_not"]:
+            if facts["why_not"] and not (facts.get("module") and attempt < _TRIES - 1):
                 raise SnapshotError(facts["why_not"])
-            read = {name: env[name] for name in facts["reads"] if name in env and not is_secret(name, env[name])}
-            if read.items() <= variables.items():
-                break
-            variables |= read
+            if facts["why_not"]:  # the ranks import it themselves
+                known["cold"] = {**known["cold"], facts["module"]: facts["why_not"]}
+            else:
+                read = {name: env[name] for name in facts["reads"] if name in env}
+                if read.items() <= variables.items():
+                    break
+                secret = next((name for name, value in read.items() if is_secret(name, value)), "")
+                if secret:
+                    raise SnapshotError(f"imports read {secret}, which a memory image must not contain")
+                variables |= read
             _end(pid)
+        else:
+            raise SnapshotError("the imports read other variables each time")
         words = ("dump", "-t", str(pid), "-D", new, *_OPTIONS, "-o", "dump.log")
         _run_criu(words, env, lambda: _enter_mounts(pid), _DUMP_S, os.path.join(new, "dump.log"))
         programs.write_facts(new, {"pid": pid, "program": _program(command, env), "start": known["start"]})
@@ -156,15 +168,18 @@ def _import(
 ) -> dict[str, Any]:
     """Start the process that imports; returns its facts. Raises `SnapshotError` when it takes too long."""
     server = os.path.join(os.path.dirname(warm_launcher.__file__), programs.PARENT)
-    words = (programs.SNAPSHOT, variables[programs.VARIABLE], known["launcher"], new)
+    with open(os.path.join(new, programs.KNOWN), "w") as file:
+        json.dump({"schema": programs.SCHEMA, "launchers": {known["launcher"]: known}}, file)
+    words = (programs.SNAPSHOT, new, known["launcher"], new)
     first = _spawn((known["python"], *known["flags"], server, *words), variables, enter)
     path = os.path.join(new, programs.FACTS)
     until_s = time.monotonic() + _IMPORT_S
     while not os.path.exists(path):
-        if time.monotonic() > until_s:
+        try:
+            _pause(0.02, until_s, f"the imports took longer than {_IMPORT_S:.0f} s")
+        except SnapshotError:
             proc.end_child(first)
-            raise SnapshotError(f"the imports took longer than {_IMPORT_S:.0f} s")
-        time.sleep(0.02)
+            raise
     proc.end_child(first)
     with open(path, "rb") as file:
         return dict(json.loads(file.read(programs.MAX_BYTES)))
@@ -180,15 +195,25 @@ def _run_criu(
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
             break
-        if time.monotonic() > until_s:
+        try:
+            _pause(0.002, until_s, f"criu {words[0]} took longer than {deadline_s:.0f} s")
+        except SnapshotError:
             proc.end_child(pid)
-            raise SnapshotError(f"criu {words[0]} took longer than {deadline_s:.0f} s")
-        time.sleep(0.002)
+            raise
     if status:
         reason = ""
         with contextlib.suppress(OSError), open(log, errors="replace") as file:
             reason = next((line.partition("Error ")[2] for line in file if "Error " in line), "")
         raise SnapshotError(f"criu {words[0]}: {reason.strip() or f'exit code {os.waitstatus_to_exitcode(status)}'}")
+
+
+def _pause(seconds: float, until_s: float, late: str) -> None:
+    """Sleep. Raises `SnapshotError` with the reason `late` at the deadline, and when a signal asks the run to end."""
+    if not supervise.ENDING.isdisjoint(signal.sigpending()):
+        raise SnapshotError("interrupted")
+    if time.monotonic() > until_s:
+        raise SnapshotError(late)
+    time.sleep(seconds)
 
 
 def _spawn(words: Sequence[str], env: Mapping[str, str], enter: Callable[[], None] | None) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +39,7 @@ class WarmRestart:
         self._waiting: dict[int, socket.socket] = {}
         self._restored: dict[str, Any] = {}
         """For the request to the warm parent that was restored."""
+        self._images = ""
         self._is_restored = False
         self._socket: socket.socket | None = None
         try:
@@ -57,7 +59,8 @@ class WarmRestart:
         Without it the command is started as before, with the reason in an event."""
         from bootseer.launch import process_snapshot
 
-        if self._socket is None or not os.path.isdir(os.path.join(folder, process_snapshot.RESTORED)):
+        self._images = os.path.join(folder, process_snapshot.RESTORED)
+        if self._socket is None or not os.path.isdir(self._images):
             return
         began_ns = time.monotonic_ns()
         try:
@@ -118,7 +121,9 @@ class WarmRestart:
                 with contextlib.suppress(OSError):  # the reason why it has ended
                     why_not = why_not or os.fsdecode(end.recv(1000, socket.MSG_DONTWAIT))
             end.close()  # ends it, unless its copy has taken its place
-            self._restored = {}
+            if self._restored:
+                self._restored = {}
+                shutil.rmtree(self._images, ignore_errors=True)  # before the kernel has written them to the disk
             if ours:
                 proc.end_child(parent)
         if pid is not None or why_not:
