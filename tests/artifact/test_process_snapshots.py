@@ -201,7 +201,10 @@ def test_a_damaged_file_is_deleted(node: Node, images: Path, change: str, at: in
         (snapshot_of(("a", 3), name=NAME, blake3="0" * 64), "do not have the digest"),
         (snapshot_of(("a", 3), name=NAME, stored_bytes=1000), "do not have the digest"),
         (snapshot_of(("a", 3), name=NAME, stored_bytes=3 << 30), "`int` <="),
-        (snapshot_of(("a", 3), name=process_name(DIGEST, "other")), "of another workload or machine"),
+        (
+            snapshot_of(("a", 3), name=process_name(DIGEST, "other")),
+            "is of another image, environment",
+        ),
         (snapshot_of(("a", 3), name=NAME).replace(b"process/1", b"process/2"), "another version"),
     ],
 )
@@ -315,6 +318,36 @@ class TestSigned:
         reader.fetch(f"{uri}2", strict).keep(images)
         assert ["there is no key" in line for line in reader.said] == [True]
         assert not Path(f"{uri}2").exists()
+
+    def test_what_was_fetched_is_verified_again_and_what_was_made_here_is_not(
+        self, node: Node, tmp_path: Path, images: Path, signs: Signatures
+    ) -> None:
+        uri, strict = str(tmp_path / "store"), Signatures(trusted=signs.trusted)
+        node.fetch(uri).keep(images)
+        assert Node(node.root).unpacked() == FILES
+        for number, (published, required, found) in enumerate(
+            [(UNSIGNED, UNSIGNED, True), (UNSIGNED, strict, False), (signs, strict, True), (signs, UNSIGNED, True)]
+        ):
+            node.snapshot = ProcessSnapshot(node.path, node.into, node.said.append)
+            node.fetch(uri, published).keep(images)
+            reader = Node(tmp_path / f"reader{number}")
+            reader.fetch(uri)
+            assert reader.unpacked() == FILES
+            again = Node(reader.root)
+            again.fetch(str(tmp_path / "no-store"), required)
+            assert (again.unpacked() == FILES) == found
+            assert ["is not signed" in line for line in again.said] == [True] * (not found)
+            assert again.path.exists() == found
+        alone = Node(reader.root)
+        assert alone.unpacked() is None
+        assert ["this start has none" in line for line in alone.said] == [True]
+        again = Node(node.root)
+        again.fetch(uri, strict)
+        assert again.unpacked() == FILES
+        moved = Node(reader.root)
+        moved.fetch(uri, digest="sha256:" + "cd" * 32)
+        assert moved.unpacked() is None
+        assert ["holds another signed object" in line for line in moved.said] == [True]
 
     @pytest.mark.parametrize("required", [True, False])
     def test_a_signed_one_is_not_replaced_without_a_key(

@@ -2,7 +2,8 @@
 
 A snapshot is one object, of the same form in both places: a line with a document, then the files as one zstd frame
 (docs/formats/process-snapshot.md). So a store replaces both at once, and no reader gets the document of one snapshot
-with the files of another. Only the stored document is signed: files on this node were written by this node.
+with the files of another. The document may be signed. What was fetched is verified at each start; what this node made
+needs no signature here.
 
 A start works without a snapshot, so problems are reported as a line and never raised.
 """
@@ -32,7 +33,7 @@ from bootseer.artifact.document import decode, encode, readable
 from bootseer.artifact.places import own_folder
 from bootseer.artifact.progress import Say
 from bootseer.artifact.signatures import Signatures, is_signed, stored_limit
-from bootseer.errors import AccessError, BootseerError, CorruptError, NotFoundError, PermanentError
+from bootseer.errors import AccessError, BootseerError, CorruptError, NotFoundError, PermanentError, SignatureError
 from bootseer.io.retry import retrying
 from bootseer.store.open import open_store
 from bootseer.store.store import Store
@@ -65,7 +66,7 @@ _Size = Annotated[int, Meta(ge=0, le=_MAX_BYTES)]
 @readable
 class _Document(Struct, frozen=True):
     name: Annotated[str, Meta(max_length=512)]
-    """Of the object in the store; empty on a node."""
+    """Of the object in the store; empty if this node has made it."""
     stored_bytes: Annotated[int, Meta(ge=1, le=MAX_STORED_BYTES)]
     blake3: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
     """Of the compressed files."""
@@ -171,29 +172,29 @@ class ProcessSnapshot:
         """
         try:
             with _new_file(self._path) as file:
-                document = _pack(folder, file)
+                _pack(folder, file)
         except (BootseerError, OSError, zstandard.ZstdError) as error:
             self._say(f"the process snapshot was not kept: {error}")
             return
         if self._shared is not None and self._shared.publish:
             try:
                 with closing(self._shared.open_store()) as store:
-                    self._publish(self._shared, store, document)
+                    self._publish(self._shared, store)
             except (BootseerError, OSError) as error:
                 refused = "; it is kept on this node" if isinstance(error, AccessError) else ""
                 self._say(f"the process snapshot was not published: {error}{refused}")
 
-    def _publish(self, shared: _Shared, store: Store, document: _Document) -> None:
+    def _publish(self, shared: _Shared, store: Store) -> None:
         # Unsigned, it would replace one that nodes which require signatures use, and take it away from them.
         signatures = shared.signatures
         if not signatures.signing and (signatures.trusted or _has_signed(store, shared.name)):
             self._say("the process snapshot was not published: it must be signed, and there is no key")
             return
-        line = signatures.seal(shared.name, encode(replace(document, name=shared.name), SCHEMA))
         upload = store.upload()
         try:
             with self._path.open("rb") as file:
-                file.readline(_MAX_LINE)
+                document = _parse(file.readline(_MAX_LINE), str(self._path))
+                line = signatures.seal(shared.name, encode(replace(document, name=shared.name), SCHEMA))
                 upload.write(line + b"\n")
                 while data := file.read(_PIECE):
                     upload.write(data)
@@ -229,11 +230,11 @@ def _obtain(shared: _Shared | None, path: Path, into: Path) -> None:
     try:
         with file:
             unfinished.mkdir(mode=0o700)
-            _unpack(file, unfinished)
+            _unpack(file, unfinished, shared)
         unfinished.rename(into)
-    except CorruptError as error:
-        path.unlink(missing_ok=True)
-        raise CorruptError(f"{path}: {error}") from error
+    except (CorruptError, SignatureError) as error:
+        path.unlink(missing_ok=True)  # the next start gets the store's
+        raise type(error)(f"{path}: {error}") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     os.utime(path)  # the oldest are deleted
@@ -248,12 +249,9 @@ def _copy(shared: _Shared, store: Store, path: Path, timeout_s: float) -> None:
             if not piece or len(head) > limit:
                 raise CorruptError(f"{where} does not begin with a document")
         sealed, _, rest = head.partition(b"\n")
-        line = shared.signatures.open(shared.name, sealed, store.uri)
-        document = _parse(line, where)
-        if document.name != shared.name:
-            raise CorruptError(f"{where} is that of another workload or machine")
+        document = _verified(sealed, shared, store.uri)
         with _new_file(path) as file:
-            file.write(line + b"\n")
+            file.write(sealed + b"\n")
             hashed, left = blake3(), document.stored_bytes
             for piece in chain((rest,), pieces):
                 left -= len(piece)
@@ -265,11 +263,19 @@ def _copy(shared: _Shared, store: Store, path: Path, timeout_s: float) -> None:
                 raise CorruptError(f"{where}: its bytes do not have the digest in its document")
 
 
+def _verified(sealed: bytes, shared: _Shared, where: str) -> _Document:
+    """The document of a snapshot from a store."""
+    document = _parse(shared.signatures.open(shared.name, sealed, where), where)
+    if document.name != shared.name:
+        raise CorruptError(f"{where}: {shared.name} is of another image, environment, workload or machine")
+    return document
+
+
 def _parse(line: bytes, where: str) -> _Document:
     return decode(line, _Document, f"{where}: process snapshot", limit=_MAX_LINE, schema=SCHEMA)
 
 
-def _pack(folder: Path, file: BinaryIO) -> _Document:
+def _pack(folder: Path, file: BinaryIO) -> None:
     """Write a snapshot of the files of `folder`."""
     files = tuple(sorted((path.name, path.stat(follow_symlinks=False).st_size) for path in folder.iterdir()))
     zeros = _Document("", MAX_STORED_BYTES, "0" * 64, files)
@@ -289,7 +295,6 @@ def _pack(folder: Path, file: BinaryIO) -> _Document:
     document = _Document("", stored_bytes, hashed.hexdigest(), files)
     file.seek(0)
     file.write(encode(document, SCHEMA).ljust(length))
-    return document
 
 
 def _contents(folder: Path, files: tuple[tuple[str, int], ...]) -> Iterator[bytes]:
@@ -302,9 +307,14 @@ def _contents(folder: Path, files: tuple[tuple[str, int], ...]) -> Iterator[byte
             raise PermanentError(f"{folder / name} has changed while it was read")
 
 
-def _unpack(file: BinaryIO, folder: Path) -> None:
-    line = file.readline(_MAX_LINE + 1)
-    document = _parse(line, "on this node")
+def _unpack(file: BinaryIO, folder: Path, shared: _Shared | None) -> None:
+    line = file.readline(stored_limit(_MAX_LINE) + 1)
+    where = "on this node"
+    document = None if is_signed(line) else _parse(line, where)
+    if document is None or document.name:
+        if shared is None:
+            raise PermanentError("it comes from a store, and this start has none")
+        document = _verified(line.removesuffix(b"\n"), shared, where)
     if os.fstat(file.fileno()).st_size != len(line) + document.stored_bytes:
         raise CorruptError("it is not complete")
     disk = os.statvfs(folder)
