@@ -1,5 +1,5 @@
-"""What a warm parent saves: eight ranks that import the demo's packages, a recorded start of the demo's job, and its
-restart in place after a SIGKILL of its launcher."""
+"""What a warm parent saves: eight ranks that import the demo's packages, a recorded start of the demo's job (also from
+a process snapshot), and its restart in place after a SIGKILL of its launcher."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def measure(quick: bool) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
         work = _Work(Path(folder))
         ranks = alternate({arm: lambda mode=mode: work.ranks(mode) for arm, mode in _arms("8 ranks")}, rounds)
-        starts = alternate({arm: lambda mode=mode: work.start(mode) for arm, mode in _arms("start")}, start_rounds)
+        arms = [*_arms("start"), ("start, restored", "snapshot")]
+        starts = alternate({arm: lambda mode=mode: work.start(mode) for arm, mode in arms}, start_rounds)
         restarts = alternate(
             {arm: lambda mode=mode: work.restart(mode) for arm, mode in _arms("restart")}, start_rounds
         )
@@ -60,7 +61,12 @@ def measure(quick: bool) -> Outcome:
         parameters={"rounds": rounds, "rounds_start": start_rounds, "ranks": _RANKS, "ranks_start": 2},
         samples=samples,
         unit="s",
-        baselines={"8 ranks, warm": "8 ranks, exec", "start, warm": "start, exec", "restart, warm": "restart, exec"},
+        baselines={
+            "8 ranks, warm": "8 ranks, exec",
+            "start, warm": "start, exec",
+            "start, restored": "start, exec",
+            "restart, warm": "restart, exec",
+        },
         must_reach=[
             Must(
                 "8 ranks have imported the demo's stack, from the first request on",
@@ -69,6 +75,13 @@ def measure(quick: bool) -> Outcome:
                 "s",
             ),
             Must("the demo's recorded start, to the first step", median(samples["start, warm"]), 3.5, "s"),
+            Must(
+                "the demo's start by exec, in starts that restore a process snapshot",
+                median(samples["start, exec"]) / median(samples["start, restored"]),
+                2.0,
+                "times",
+                at_least=True,
+            ),
             Must(
                 "the demo's restart, from its launcher's death to the first step, without reading its checkpoint",
                 median(samples["restart, warm"]),
@@ -97,6 +110,8 @@ class _Work:
         self._folder = folder
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("BOOTSEER_", "PYTHON"))}
         self._env = {**clean, "BOOTSEER_SPOOL": str(folder / "spool"), "BOOTSEER_CACHE": str(folder / "cache")}
+        if (criu := ROOT / ".criu" / "criu").exists():
+            self._env["BOOTSEER_CRIU"] = str(criu)
         self._number = 0
         self._demo = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", "2"]
         self._demo += [str(ROOT / "examples" / "moe" / "train.py"), "--checkpoint-mb", "30"]
@@ -104,6 +119,7 @@ class _Work:
         (folder / "launcher.py").write_text(_LAUNCHER)
         self.ranks("on")  # is recorded
         self.start("on")
+        self.start("snapshot", says="")
 
     def ranks(self, mode: str) -> list[float]:
         """Seconds from the first request to the last rank's imports, and to its exit; processor time until then."""
@@ -111,10 +127,12 @@ class _Work:
         found: list[float] = json.loads(self._run(mode, [*words])[0].splitlines()[-1])
         return found
 
-    def start(self, mode: str) -> dict[str, Any]:
+    def start(self, mode: str, says: str = "started warm") -> dict[str, Any]:
         """One start of the demo's job on two ranks."""
+        if mode == "snapshot" and says:
+            says = "3 Python programs started warm"  # the launcher, too
         checkpoints = self._folder / f"checkpoints-{self._number}"
-        out, job = self._run(mode, [*self._demo, "--steps", "2", "--checkpoint-dir", str(checkpoints)])
+        out, job = self._run(mode, [*self._demo, "--steps", "2", "--checkpoint-dir", str(checkpoints)], says)
         losses = [line.split("tokens/s")[0] for line in out.splitlines() if " loss " in line]
         return {"seconds": self._report(job)["overhead"]["startup_s"], "losses": losses}
 
@@ -150,11 +168,12 @@ class _Work:
     def _run(self, mode: str, words: list[str], says: str = "started warm") -> tuple[str, str]:
         self._number += 1
         job = f"job-{self._number}"
-        command = [sys.executable, "-m", "bootseer", "run", "--quiet", "--job", job, "--warm", mode, "--", *words]
+        options = ["--warm", "on", "--process-snapshot"] if mode == "snapshot" else ["--warm", mode]
+        command = [sys.executable, "-m", "bootseer", "run", "--quiet", "--job", job, *options, "--", *words]
         done = subprocess.run(command, env=self._env, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(done.stderr)
-        if mode == "on" and says not in done.stderr and "is recorded" not in done.stderr:
+        if mode != "off" and says not in done.stderr and "is recorded" not in done.stderr:
             raise RuntimeError(f"not warm: {done.stderr}")
         return done.stdout, job
 
