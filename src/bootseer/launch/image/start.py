@@ -248,8 +248,9 @@ class _ImageStart:
         words = replace(words, prepend=prepend)
         options = replace(options, process=words, binds=(*binds, *options.binds), parent=parent)
         container = Container(folder, mounted.root, mounted.config, options, env)
-        if parent and not container.has_parent and self._options.warm == "on":
-            say("a restart creates the container again: the image's PATH has no python3 of version 3.11 or later")
+        if parent and not container.has_parent and (self._options.warm == "on" or parent[-1]):
+            what = "no process snapshot is used" if parent[-1] else "a restart creates the container again"
+            say(f"{what}: the image's PATH has no python3 of version 3.11 or later")
         user = container.process.user
         if "spool" in session.sinks and 0 < user.uid < num_owners() and user.gid < num_owners():
             with reporting_errors("the container cannot write events"):
