@@ -27,12 +27,6 @@ _CHANGE_OTHERS = (
 """Modules that change how others are imported, or that use the network at import."""
 
 
-_Stamp = tuple[Any, ...] | None
-_CONTENT = "content"
-_RECENT_S = 86400.0
-"""Longer than a setup takes."""
-
-
 class UnfitError(Exception):
     """This process must not be copied; the text is the reason."""
 
@@ -45,13 +39,15 @@ class UnfitError(Exception):
 class Imports:
     """The imports of a warm parent, and their side effects."""
 
-    def __init__(self, known: dict[str, Any], *, dumped: bool = False) -> None:
-        """`dumped`: this process is dumped, and restored on other nodes."""
+    def __init__(self, known: dict[str, Any], *, dumped: bool = False, recent_ns: int = 0) -> None:
+        """`dumped`: this process is dumped, and restored on other nodes. There the files that were written since
+        `recent_ns`, as by a setup, have other times."""
         self.unseeded: list[weakref.ref[random.Random]] = []
         self.variables = dict(os.environ)
         self.known = known
         self._cold = {str(name) for name in known.get("cold", {})}
-        self._dumped = dumped
+        self._dumped, self._recent_ns = dumped, recent_ns
+        self._contents: dict[str, bytes] = {}
         self._named: list[str] = []
         self._drawn: list[str] = []
 
@@ -85,10 +81,13 @@ class Imports:
         self._check()
         origins = (getattr(getattr(module, "__spec__", None), "origin", None) for module in list(sys.modules.values()))
         files = (path for path in origins if isinstance(path, str) and path.startswith("/"))
-        self.files = [(path, self._stamp(path, since_ns)) for path in files]
+        self.files = [(path, _stamp(path, since_ns)) for path in files]
         # Imports look for optional packages, too. These folders change with an installation.
         folders = (entry for entry in sys.path if entry.endswith(("/site-packages", "/dist-packages")))
-        self.files += [(folder, self._stamp(folder)) for folder in folders]
+        self.files += [(folder, _stamp(folder)) for folder in folders]
+        if self._dumped:
+            recent = (path for path, stamp in self.files if stamp is not None and stamp[0] >= self._recent_ns)
+            self._contents = {path: _digest(path) for path in recent}
 
     def _import(self, names: list[str]) -> None:
         for name in names:
@@ -123,25 +122,36 @@ class Imports:
         if any(type(one).__module__.startswith("numpy.random") for one in _generators()):
             raise UnfitError("an import created a random generator of numpy")
 
-    def _stamp(self, path: str, since_ns: float = math.inf, like: _Stamp = ()) -> _Stamp:
-        """What changes with a file; None if it does not exist or has changed since this time.
-
-        Of a dumped process it is compared on other nodes. There inode numbers are others, and files that a setup has
-        just written have other times in its snapshot: those are compared by content, and folders by their names.
-        """
-        try:
-            found = os.stat(path)
-            if self._dumped and (like[:1] == (_CONTENT,) if like else found.st_mtime > time.time() - _RECENT_S):
-                return _CONTENT, _digest(path)
-        except OSError:
-            return None
-        stamp = (found.st_mtime_ns, found.st_size) + (() if self._dumped else (found.st_ino,))
-        return stamp if found.st_ctime_ns < since_ns else None
-
     def files_differ(self) -> str:
         """Name a module's file, or a folder of packages, that has changed since the imports; empty if none has."""
-        changed = next((path for path, stamp in self.files if self._stamp(path, like=stamp or ()) != stamp), "")
+        if self._dumped:
+            return self._dumped_files_differ()
+        changed = next((path for path, stamp in self.files if _stamp(path) != stamp), "")
         return f"{changed} has changed since the imports" if changed else ""
+
+    def _dumped_files_differ(self) -> str:
+        """`files_differ` for the first time after this process was restored.
+
+        On other nodes inode numbers differ, and files that a setup had just written have other times in its snapshot:
+        those are compared by content, and folders by their names.
+        """
+        now = [(path, _stamp(path)) for path, _ in self.files]
+        for (path, then), (_, stamp) in zip(self.files, now, strict=True):
+            content = self._contents.get(path)
+            same = stamp is not None and _digest(path) == content if content else (stamp or ())[:2] == (then or ())[:2]
+            if not same:
+                return f"{path} has changed since the imports"
+        self.files, self._dumped = now, False
+        return ""
+
+
+def _stamp(path: str, since_ns: float = math.inf) -> tuple[int, int, int] | None:
+    """What changes with a file; None if it does not exist or has changed since this time."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return (found.st_mtime_ns, found.st_size, found.st_ino) if found.st_ctime_ns < since_ns else None
 
 
 def _digest(path: str) -> bytes:

@@ -362,8 +362,9 @@ def _forget_node() -> None:
             setattr(sys.modules[name], variable, value)
 
 
-def snapshot(folder: str, launcher: str, target: str) -> Any:
-    """Import in a process that can be dumped; see `Server.snapshot`. Returns only in copies of the restored process."""
+def snapshot(folder: str, launcher: str, target: str, recent_ns: str) -> Any:
+    """Import in a process that can be dumped; see `Server.snapshot` and `Imports`. Returns only in copies of the
+    restored process."""
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         for number in proc.open_files():
@@ -373,7 +374,8 @@ def snapshot(folder: str, launcher: str, target: str) -> Any:
             os._exit(0)
         warm_child.libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
         warm_child.capture_output()
-        server = Server(None, None, Imports(programs.read_known(folder).get(launcher, {}), dumped=True))
+        known = programs.read_known(folder).get(launcher, {})
+        server = Server(None, None, Imports(known, dumped=True, recent_ns=int(recent_ns)))
     except Exception as error:
         programs.write_facts(target, {"why_not": f"{type(error).__name__}: {error}"})
         os._exit(1)

@@ -31,6 +31,8 @@ RESTORED, MADE = "restored", "made"
 _NEW = "new"
 _RESTORE_S, _DUMP_S, _IMPORT_S = 20.0, 60.0, 60.0
 _CONNECT_S = 5.0
+_EARLIER_NS = 2_000_000_000
+"""Timestamps of file systems are a few milliseconds behind the clock, those of archives whole seconds."""
 _RECORD_S = 3.0
 """How long the end of a short run waits for the record of its imports, which `bootseer run` writes."""
 _OPTIONS = ("--unprivileged", "--shell-job", "--manage-cgroups=ignore")
@@ -170,7 +172,9 @@ def _import(
     server = os.path.join(os.path.dirname(warm_launcher.__file__), programs.PARENT)
     with open(os.path.join(new, programs.KNOWN), "w") as file:
         json.dump({"schema": programs.SCHEMA, "launchers": {known["launcher"]: known}}, file)
-    words = (programs.SNAPSHOT, new, known["launcher"], new)
+    # The run made this folder before its setup.
+    recent_ns = os.stat(os.path.join(os.path.dirname(new), "lock")).st_mtime_ns - _EARLIER_NS
+    words = (programs.SNAPSHOT, new, known["launcher"], new, str(recent_ns))
     first = _spawn((known["python"], *known["flags"], server, *words), variables, enter)
     path = os.path.join(new, programs.FACTS)
     until_s = time.monotonic() + _IMPORT_S
