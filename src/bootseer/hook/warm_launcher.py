@@ -12,8 +12,8 @@ import contextlib
 import os
 import signal
 import sys
-import threading
 import time
+from _thread import allocate_lock
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +61,7 @@ class WarmLauncher:
 
         self._program = str(known["program"])
         self._flags = list(known["flags"])
-        self._lock = threading.Lock()
+        self._lock = allocate_lock()
         self._undo: list[Callable[[], None]] = []
         self._pid = os.getpid()
         if inherited is not None:

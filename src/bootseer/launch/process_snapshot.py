@@ -15,7 +15,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import time
@@ -25,7 +24,6 @@ from typing import Any
 from bootseer.hook import programs, warm_launcher
 from bootseer.io import proc
 from bootseer.launch import supervise
-from bootseer.machine.criu import PROGRAM, find_criu
 
 RESTORED, MADE = "restored", "made"
 _NEW = "new"
@@ -102,6 +100,8 @@ def record(folder: str, command: Sequence[str], env: Mapping[str, str], enter: C
     new = os.path.join(folder, _NEW)
     pid = 0
     try:
+        from bootseer.machine.criu import find_criu  # imports what a restore does without
+
         find_criu(env)
         if not int(proc.status()["CapEff"], 16) & _CAPABILITIES:
             raise SnapshotError("this needs CAP_CHECKPOINT_RESTORE; see docs/process.md")
@@ -110,7 +110,7 @@ def record(folder: str, command: Sequence[str], env: Mapping[str, str], enter: C
         variables |= {name: value for name, value in known["native"].items() if programs.recorded(name)}
         variables |= {"PYTHONPATH": env["PYTHONPATH"]} if "PYTHONPATH" in env else {}
         for attempt in range(_TRIES):
-            shutil.rmtree(new, ignore_errors=True)
+            remove(new)
             os.mkdir(new, 0o700)
             facts = _import(new, known, variables, enter)
             pid = facts.get("pid", 0)
@@ -138,7 +138,15 @@ def record(folder: str, command: Sequence[str], env: Mapping[str, str], enter: C
     finally:
         if pid:
             _end(pid)
-        shutil.rmtree(new, ignore_errors=True)
+        remove(new)
+
+
+def remove(folder: str) -> None:
+    """Delete a folder that has only files, as far as it is there."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(folder):
+            os.unlink(os.path.join(folder, name))
+        os.rmdir(folder)
 
 
 def _known(env: Mapping[str, str], command: Sequence[str]) -> dict[str, Any]:
@@ -158,9 +166,11 @@ def _known(env: Mapping[str, str], command: Sequence[str]) -> dict[str, Any]:
 
 def _program(command: Sequence[str], env: Mapping[str, str]) -> list[Any]:
     """The command's program, and what changes with it."""
-    path = shutil.which(command[0], path=env.get("PATH"))
+    folders = [""] if "/" in command[0] else os.get_exec_path(env)
+    paths = (os.path.join(folder, command[0]) for folder in folders)
+    path = next((path for path in paths if os.access(path, os.X_OK)), "")
     with contextlib.suppress(OSError):
-        found = os.stat(path or "")
+        found = os.stat(path)
         return [path, found.st_mtime_ns, found.st_size]
     return [path]
 
@@ -193,7 +203,7 @@ def _run_criu(
     words: Sequence[str], env: Mapping[str, str], enter: Callable[[], None] | None, deadline_s: float, log: str
 ) -> None:
     """Run CRIU. Raises `SnapshotError` with the first error in its log."""
-    pid = _spawn((env.get(PROGRAM) or "criu", *words), {"PATH": env.get("PATH", os.defpath)}, enter)
+    pid = _spawn((env.get("BOOTSEER_CRIU") or "criu", *words), {"PATH": env.get("PATH", os.defpath)}, enter)
     until_s = time.monotonic() + deadline_s
     while True:
         ended, status = os.waitpid(pid, os.WNOHANG)

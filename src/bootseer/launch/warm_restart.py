@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from bootseer.hook import programs
 from bootseer.hook.warm_launcher import EVENT, RefusedError, ask
 from bootseer.io import proc
+from bootseer.launch import process_snapshot
 from bootseer.launch.supervise import PR_SET_CHILD_SUBREAPER, leads_group, log, prctl, say
 from bootseer.trace.event import INSTANT
 
@@ -57,8 +57,6 @@ class WarmRestart:
     ) -> None:
         """Let the next launcher be forked from the warm parent whose process snapshot is in `folder`, if there is one.
         Without it the command is started as before, with the reason in an event."""
-        from bootseer.launch import process_snapshot
-
         self._images = os.path.join(folder, process_snapshot.RESTORED)
         if self._socket is None or not os.path.isdir(self._images):
             return
@@ -76,8 +74,6 @@ class WarmRestart:
         self, folder: str, command: Sequence[str], env: Mapping[str, str], enter: Callable[[], None] | None
     ) -> None:
         """Make a process snapshot for later starts of the command in `folder`, unless this one was started from one."""
-        from bootseer.launch import process_snapshot
-
         if self._is_restored:
             return
         try:
@@ -123,7 +119,7 @@ class WarmRestart:
             end.close()  # ends it, unless its copy has taken its place
             if self._restored:
                 self._restored = {}
-                shutil.rmtree(self._images, ignore_errors=True)  # before the kernel has written them to the disk
+                process_snapshot.remove(self._images)  # before the kernel has written them to the disk
             if ours:
                 proc.end_child(parent)
         if pid is not None or why_not:
