@@ -158,8 +158,11 @@ fi
 [[ -z ${CHECKPOINT_STRIPED:-} ]] || setup+=(--checkpoint "$CHECKPOINT_STRIPED" --checkpoint-dir "$CHECKPOINTS")
 # Processes are restored from memory where CRIU is at hand.
 criu="$root/.criu"
+dumped='' imports="It also names the modules that the ranks import: one process imports them for both (--warm)."
 [[ -x $criu/criu ]] || criu="$(dirname "$(command -v criu || echo /)")"
 if [[ -x $criu/criu ]]; then
+  dumped="At its end, CRIU dumps a process that has imported the ranks' modules (--process-snapshot)."
+  imports="That process is restored from memory; torchrun and its ranks are forked from it."
   setup+=(--process-snapshot --cap-add CHECKPOINT_RESTORE --mount "$criu:/opt/criu:ro" --container-env BOOTSEER_CRIU=/opt/criu/criu)
 fi
 in_image() { # `start` or `run`, name, more options..., -- command...
@@ -184,14 +187,15 @@ say "start 2, lazy: with BootSeer, on another node without the image" \
   "The container starts at once. Blocks of the image are fetched when the job reads them." \
   "BootSeer records which blocks these were: the hot set." \
   ${REQUIREMENTS:+"pip installs once more; BootSeer stores its files in the registry: the environment's snapshot."} \
-  ${CHECKPOINT_STRIPED:+"The checkpoint is mounted, and read from all DataNodes, beginning before Python starts."}
+  ${CHECKPOINT_STRIPED:+"The checkpoint is mounted, and read from all DataNodes, beginning before Python starts."} \
+  ${dumped:+"$dumped"}
 forget_memory
 in_image start lazy -- "${command[@]}"
 empty_node
 
 say "start 3, recorded: on a third node without the image" \
   "The hot set is in the registry: its blocks are prefetched in the order in which the job needs them." \
-  "It also names the modules that the ranks import: one process imports them for both (--warm)." \
+  "$imports" \
   ${REQUIREMENTS:+"The snapshot is mounted, and nothing is installed."}
 forget_memory
 in_image start recorded -- "${command[@]}"
