@@ -129,7 +129,8 @@ def become(
             answer.send(marshal.dumps({"pid": os.getpid(), "why_not": f"{type(error).__name__}: {error}"}))
         os._exit(1)
     answer.close()
-    for number, text in zip((1, 2), output, strict=True):
+    # Not in a launcher, which imports only a part of what was imported here.
+    for number, text in zip((1, 2), output, strict=True) if successor is None else ():
         with contextlib.suppress(OSError):
             os.write(number, text)
     hook = next((one for one in sys.meta_path if hasattr(one, "begin")), None)
