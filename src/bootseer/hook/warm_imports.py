@@ -44,6 +44,7 @@ class Imports:
         `recent_ns`, as by a setup, have other times."""
         self.unseeded: list[weakref.ref[random.Random]] = []
         self.variables = dict(os.environ)
+        self.reads: dict[str, str] = {}
         self.known = known
         self._cold = {str(name) for name in known.get("cold", {})}
         self._dumped, self._recent_ns = dumped, recent_ns

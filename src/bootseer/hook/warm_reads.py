@@ -77,17 +77,54 @@ def record_draws(drawn: list[str]) -> Callable[[], None]:
 def record_names(found: list[str]) -> Callable[[], None]:
     """Append to `found` the modules that read the node's name, which a process snapshot would carry to other nodes,
     until the returned function is called."""
-    gethostname = socket.gethostname
+    import platform
+
+    gethostname, uname = socket.gethostname, os.uname
 
     def record() -> str:
         found.append(_caller(("socket",)))
         return gethostname()
 
-    def end() -> None:
-        socket.gethostname = gethostname
+    def record_uname() -> Any:
+        # The two read the machine's other properties, for others.
+        names = uname()
+        return names if _caller(()) in ("platform", "sysconfig") else _Names(names, found)
 
-    socket.gethostname = record
+    def record_node(names: Any) -> Any:
+        found.append(_caller(("platform",)))
+        return names[1]
+
+    def end() -> None:
+        socket.gethostname, os.uname = gethostname, uname
+        del platform.uname_result.node
+
+    socket.gethostname, os.uname = record, record_uname
+    setattr(platform.uname_result, "node", property(record_node))  # noqa: B010 - mypy does not know it
     return end
+
+
+class _Names(tuple[str, ...]):
+    """The result of `os.uname` while it is observed who reads the node's name."""
+
+    def __init__(self, names: Any, found: list[str]) -> None:
+        self._found = found
+        self.sysname, _, self.release, self.version, self.machine = names
+
+    def __new__(cls, names: Any, found: list[str]) -> _Names:
+        return super().__new__(cls, names)
+
+    @property
+    def nodename(self) -> str:
+        return str(self[1])
+
+    def __getitem__(self, index: Any) -> Any:
+        if index not in (0, 2, 3, 4):
+            self._found.append(_caller((__name__,)))
+        return super().__getitem__(index)
+
+    def __iter__(self) -> Any:
+        self._found.append(_caller(()))
+        return super().__iter__()
 
 
 def record_generators(found: list[weakref.ref[random.Random]]) -> Callable[[], None]:
