@@ -139,6 +139,23 @@ def read_known(folder: str) -> dict[str, Any]:
         return {}
 
 
+def read_records(folder: str) -> list[dict[str, Any]]:
+    """The records of this start that `bootseer run` has not read yet."""
+    import json
+
+    found = []
+    for name in sorted(os.listdir(folder)):
+        if name.startswith(RECORD) and name.endswith(".json"):
+            try:
+                with open(os.path.join(folder, name), "rb") as file:
+                    record = json.loads(file.read(MAX_BYTES))
+                if record["schema"] == SCHEMA:
+                    found.append(dict(record))
+            except (OSError, ValueError, KeyError, TypeError):  # read and deleted meanwhile
+                pass
+    return found
+
+
 _CHANGED_BY_SHELLS = ("_", "PWD", "OLDPWD", "SHLVL")
 
 

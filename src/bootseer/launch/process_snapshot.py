@@ -31,15 +31,17 @@ _RESTORE_S, _DUMP_S, _IMPORT_S = 20.0, 60.0, 60.0
 _CONNECT_S = 5.0
 _EARLIER_NS = 2_000_000_000
 """Timestamps of file systems are a few milliseconds behind the clock, those of archives whole seconds."""
-_RECORD_S = 3.0
-"""How long the end of a short run waits for the record of its imports, which `bootseer run` writes."""
+_RECORD_S = 0.1
+"""`bootseer run` reads records beside this, and writes what it has read a moment later."""
 _OPTIONS = ("--unprivileged", "--shell-job", "--manage-cgroups=ignore")
 """The process gets the session, process group and cgroup of the CRIU that restores it."""
-_TRIES = 4
+_TRIES = 8
 """Each learns variables that imports read, or a module that must not be imported in advance."""
 _KEPT = re.compile(r"(?:PATH|HOME|USER|LOGNAME|SHELL|TERM|TMPDIR|LANG|LC_\w+|BOOTSEER_TRACE|BOOTSEER_HOOK)\Z")
 """Variables that every process may have; others only if imports read them."""
-_SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|COOKIE|_KEYS?(?:_|\Z)|AUTH", re.IGNORECASE)
+_SECRET = re.compile(r"TOKEN|SECRET|PASS(?:[WP_]|\Z)|_PWD|CREDENTIAL|COOKIE|KEYS?(?:_|\Z)|AUTH", re.IGNORECASE)
+_SECRET_VALUE = re.compile(r"://[^/@\s]*:[^/@\s]+@|AccountKey=|PRIVATE KEY")
+"""An address with a password, a connection string, a PEM file."""
 _CAPABILITIES = 1 << 40 | 1 << 21
 """CAP_CHECKPOINT_RESTORE, and CAP_SYS_ADMIN, which includes it. `criu check` asks for more than is needed: a writable
 /proc/sys, which containers do not have."""
@@ -51,8 +53,8 @@ class SnapshotError(Exception):
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Whether a variable is not for memory images, by its name, or as an address with a password."""
-    return _SECRET.search(name) is not None or re.search(r"://[^/@\s]*:[^/@\s]+@", value) is not None
+    """Whether a variable is not for memory images, by its name or value."""
+    return _SECRET.search(name) is not None or _SECRET_VALUE.search(value) is not None
 
 
 def restore(
@@ -87,7 +89,7 @@ def restore(
         pid,
         end,
         {
-            "argv": [*start, *command[1:]],
+            "argv": [*start, *command[1:]] if start else list(command),
             "comm": os.fsencode(os.path.basename(command[0]))[:15],
             "folder": os.getcwd(),
         },
@@ -105,7 +107,7 @@ def record(folder: str, command: Sequence[str], env: Mapping[str, str], enter: C
         find_criu(env)
         if not int(proc.status()["CapEff"], 16) & _CAPABILITIES:
             raise SnapshotError("this needs CAP_CHECKPOINT_RESTORE; see docs/process.md")
-        known = _known(env, command)
+        known, is_script = _known(env, command)
         variables = {name: env[name] for name in env if _KEPT.match(name) or programs.recorded(name)}
         variables |= {name: value for name, value in known["native"].items() if programs.recorded(name)}
         variables |= {"PYTHONPATH": env["PYTHONPATH"]} if "PYTHONPATH" in env else {}
@@ -131,7 +133,8 @@ def record(folder: str, command: Sequence[str], env: Mapping[str, str], enter: C
             raise SnapshotError("the imports read other variables each time")
         words = ("dump", "-t", str(pid), "-D", new, *_OPTIONS, "-o", "dump.log")
         _run_criu(words, env, lambda: _enter_mounts(pid), _DUMP_S, os.path.join(new, "dump.log"))
-        programs.write_facts(new, {"pid": pid, "program": _program(command, env), "start": known["start"]})
+        start = known["start"] if is_script else []
+        programs.write_facts(new, {"pid": pid, "program": _program(command, env), "start": start})
         os.rename(new, os.path.join(folder, MADE))
     except (OSError, LookupError, ValueError, TypeError, supervise.StartError) as error:
         raise SnapshotError(str(error) or type(error).__name__) from error
@@ -149,26 +152,37 @@ def remove(folder: str) -> None:
         os.rmdir(folder)
 
 
-def _known(env: Mapping[str, str], command: Sequence[str]) -> dict[str, Any]:
-    """The record of the command as a launcher. Raises `LookupError`."""
+def _known(env: Mapping[str, str], command: Sequence[str]) -> tuple[dict[str, Any], bool]:
+    """The record of the command as a launcher, and whether the command is a script whose first line names the
+    interpreter. Raises `LookupError`.
+
+    No other program may have executed the launcher: what a shell script does first, such as redirections or a change of
+    the processor affinity, would not be done when the launcher is restored.
+    """
     folder = env[programs.VARIABLE]
-    until_s = time.monotonic() + _RECORD_S
-    while any(name.startswith(programs.RECORD) for name in os.listdir(folder)) and time.monotonic() < until_s:
-        time.sleep(0.05)
-    digest = programs.start_digest(os.getpid(), command[1:], env)
-    for name, one in programs.read_known(folder).items():
-        if one["start_digest"] == digest and not one["never"]:
-            return {**one, "launcher": name}
-    raise LookupError(
-        "the command is no Python program with recorded ranks, or changes the environment or limits first"
-    )
+    path = _program(command, env)[0]
+    for pause_s in (_RECORD_S, 0.0):
+        known = programs.read_known(folder)
+        for new in programs.read_records(folder):  # of ranks that did not train; else `bootseer run` has read them
+            before = known.get(new["launcher"], {"cold": {}, "never": "", "modules": ()})
+            if len(new["modules"]) >= len(before["modules"]) or new["program"] == before["program"]:
+                known[new["launcher"]] = {**before, **new}
+        for name, one in known.items():
+            words = len(one["start"])
+            is_script = list(command[:words]) != list(one["start"])
+            if not one["never"] and (not is_script or one["start"][-1:] == [path]):
+                args = command[1:] if is_script else command[words:]
+                if one["start_digest"] == programs.start_digest(os.getpid(), args, env):
+                    return {**one, "launcher": name}, is_script
+        time.sleep(pause_s)
+    raise LookupError("the command is no Python program with recorded ranks, or changes variables or limits")
 
 
 def _program(command: Sequence[str], env: Mapping[str, str]) -> list[Any]:
     """The command's program, and what changes with it."""
     folders = [""] if "/" in command[0] else os.get_exec_path(env)
     paths = (os.path.join(folder, command[0]) for folder in folders)
-    path = next((path for path in paths if os.access(path, os.X_OK)), "")
+    path = next((path for path in paths if os.path.isfile(path) and os.access(path, os.X_OK)), "")
     with contextlib.suppress(OSError):
         found = os.stat(path)
         return [path, found.st_mtime_ns, found.st_size]
@@ -188,15 +202,25 @@ def _import(
     first = _spawn((known["python"], *known["flags"], server, *words), variables, enter)
     path = os.path.join(new, programs.FACTS)
     until_s = time.monotonic() + _IMPORT_S
-    while not os.path.exists(path):
-        try:
+    try:
+        while not os.path.exists(path):
+            if not _importing(new) and not os.path.exists(path):
+                raise SnapshotError("the process with the imports has died")
             _pause(0.02, until_s, f"the imports took longer than {_IMPORT_S:.0f} s")
-        except SnapshotError:
-            proc.end_child(first)
-            raise
-    proc.end_child(first)
+    except SnapshotError:
+        for pid in _importing(new):
+            _end(pid)
+        raise
+    finally:
+        proc.end_child(first)
     with open(path, "rb") as file:
         return dict(json.loads(file.read(programs.MAX_BYTES)))
+
+
+def _importing(folder: str) -> list[int]:
+    """The child that imports, which is no child of the one that was started (`warm_parent.snapshot`)."""
+    children = map(int, proc.read("self", f"task/{os.getpid()}/children").split())
+    return [pid for pid in children if os.fsencode(folder) in proc.read(pid, "cmdline").split(b"\0")]
 
 
 def _run_criu(
