@@ -79,6 +79,8 @@ class Imports:
             name: os.environ.get(name) for name in {*before, *os.environ} if before.get(name) != os.environ.get(name)
         }
         self.reads = dict(RecordingEnviron.reads)
+        if getattr(sys.modules.get("site"), "ENABLE_USER_SITE", None):
+            self.reads.setdefault("HOME", "site")  # for a folder of modules, before this was recorded
         self._check()
         origins = (getattr(getattr(module, "__spec__", None), "origin", None) for module in list(sys.modules.values()))
         files = (path for path in origins if isinstance(path, str) and path.startswith("/"))
