@@ -100,10 +100,11 @@ def _launcher_differs(imports: Imports, request: dict[str, Any], folder: str) ->
     if parsed is None:
         return "the launcher is not a Python file or module"
     if parsed[2][0] == "-m":
-        return ""
+        return programs.own_module(folder)
     main = os.path.realpath(os.path.join(folder, parsed[2][0]))
-    sets = programs.import_lines(main, os.path.dirname(main))[1]
-    return _may_set(imports, main, sets)
+    own_folder = os.path.dirname(main)
+    sets = programs.import_lines(main, own_folder)[1]
+    return _may_set(imports, main, sets) or programs.own_module(own_folder)
 
 
 def _variable_differs(imports: Imports, name: str) -> str:
@@ -132,12 +133,17 @@ def prepare(number: int) -> tuple[socket.socket, socket.socket | None]:
     run = _run(os.getppid())
     if run is None:
         warm_child.libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # where memory is short, the kernel kills this process first
+    _be_killed_first()
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.close(null)
     return end, run
+
+
+def _be_killed_first() -> None:
+    """Where memory is short, the kernel kills this process first."""
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
 
 
 def _run(launcher: int, run_id: str = "") -> socket.socket | None:
@@ -331,6 +337,7 @@ class Server:
         self._run = programs.connect(programs.process_address(above), above)
         if self._run is None:
             os._exit(1)
+        _be_killed_first()
         warm_child.capture_output()
         for number, text in zip((1, 2), output, strict=True):
             os.write(number, text)
@@ -352,7 +359,7 @@ def serve(number: int, folder: str, launcher: str) -> Any:
 
 
 def _forget_node() -> None:
-    """Empty what the standard library stores about the node and the process's start."""
+    """Renew what the C library and Python's store about the node and the process's start."""
     for name, variable, value in (
         ("platform", "_uname_cache", None),
         ("uuid", "_node", None),
@@ -360,6 +367,7 @@ def _forget_node() -> None:
     ):
         if hasattr(sys.modules.get(name), variable):
             setattr(sys.modules[name], variable, value)
+    time.tzset()  # the node may have another time zone
 
 
 def snapshot(folder: str, launcher: str, target: str, recent_ns: str) -> Any:
