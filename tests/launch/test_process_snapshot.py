@@ -23,6 +23,7 @@ from waiting import processes, until
 pytestmark = pytest.mark.slow
 
 LIMIT_S = 300
+ZONE = Path("/usr/share/zoneinfo/Asia/Tokyo")
 LAUNCH = (
     "import os, subprocess, sys\nwas_warm = 'colorsys' in sys.modules\n"
     + FACTS
@@ -294,6 +295,39 @@ def test_what_has_changed_since_the_dump_is_not_restored_and_the_snapshot_made_a
     refused("the variable SIZE has changed since the imports (tell reads it)")
     made.env["OMP_NUM_THREADS"] = "3"
     refused("the variable OMP_NUM_THREADS has changed since the imports")
+    made.env["TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"] = "1"
+    refused("the variable TORCH_ALLOW_TF32_CUBLAS_OVERRIDE has changed since the imports")
     made.env["PYTHONHASHSEED"] = "3"
     refused("the variable PYTHONHASHSEED has changed since the imports")
     assert made.run().lines[-1][3] == "2"
+
+
+def test_after_a_change_of_the_ranks_imports_the_snapshot_is_made_anew(made: Job) -> None:
+    child = made.folder / "child.py"
+    child.write_text(f"import wave\n{CHILD}")
+    changed = made.run()
+    assert changed.warm == [True, False]
+    assert changed.refusals[1].startswith("child.py imports other modules")
+    again = made.run()
+    assert (again.warm, again.refusals) == ([True, True], ["", ""])
+    before = made.snapshots[0].read_bytes()
+    assert made.run().warm == [True, True]
+    assert made.snapshots[0].read_bytes() == before
+
+
+def test_a_launcher_with_a_module_of_the_same_name_as_an_imported_one_is_not_restored(made: Job) -> None:
+    mine = made.write("colorsys.py", "")
+    ran = made.run()
+    assert (ran.code, ran.warm) == (0, [False, False])
+    assert ran.refusals[0] == f"{mine.parent} has a module colorsys of its own, which the imports found elsewhere"
+
+
+@pytest.mark.root
+@pytest.mark.skipif(not ZONE.exists(), reason="needs the time zone database")
+def test_a_restored_process_has_the_nodes_time_zone(job: Job) -> None:
+    job.write("child.py", CHILD + "import time\nprint(time.tzname[0], time.localtime(0).tm_hour)\n")
+    job.env.pop("TZ", None)
+    assert job.run().code == 0
+    script = f'mount --bind {ZONE} /etc/localtime && exec "$@"'
+    ran = job.run(before=("unshare", "--mount", "sh", "-c", script, "sh"))
+    assert (ran.lines[-1], ran.refusals) == ("JST 9", ["", ""]), ran

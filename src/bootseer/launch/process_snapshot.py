@@ -59,9 +59,10 @@ def is_secret(name: str, value: str) -> bool:
 
 def restore(
     folder: str, command: Sequence[str], env: Mapping[str, str], enter: Callable[[], None] | None
-) -> tuple[int, socket.socket, dict[str, Any]]:
-    """Restore the warm parent in `folder` for this command; returns its process id, the socket to it, and what a
-    request for the launcher needs. It is a child of this process. Raises `SnapshotError`.
+) -> tuple[int, socket.socket, dict[str, Any], Any]:
+    """Restore the warm parent in `folder` for this command; returns its process id, the socket to it, what a request
+    for the launcher needs, and what of the ranks it was made for. It is a child of this process. Raises
+    `SnapshotError`.
 
     `enter` runs in a child before exec, to enter the command's namespaces.
     """
@@ -72,6 +73,10 @@ def restore(
         if facts["program"] != _program(command, env):
             raise SnapshotError(f"{command[0]} is another program, or has changed")
         pid, start = int(facts["pid"]), [str(word) for word in facts["start"]]
+        basis = facts["basis"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SnapshotError(f"{type(error).__name__}: {error}") from error
+    try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(programs.process_address(os.getpid()))
             listener.listen(8)
@@ -80,8 +85,10 @@ def restore(
             listener.settimeout(_CONNECT_S)
             end = listener.accept()[0]
             end.settimeout(None)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SnapshotError(f"{type(error).__name__}: {error}") from error
+    except (OSError, SnapshotError) as error:
+        if proc.parent(pid) == os.getpid() and programs.SNAPSHOT.encode() in proc.read(pid, "cmdline").split(b"\0"):
+            _end(pid)  # CRIU did not get to its end
+        raise SnapshotError(str(error) or type(error).__name__) from error
     if programs.peer(end) != (pid, os.getuid()) or proc.parent(pid) != os.getpid():
         end.close()
         raise SnapshotError("another process answered")
@@ -93,55 +100,71 @@ def restore(
             "comm": os.fsencode(os.path.basename(command[0]))[:15],
             "folder": os.getcwd(),
         },
+        basis,
     )
 
 
-def record(folder: str, command: Sequence[str], env: Mapping[str, str], enter: Callable[[], None] | None) -> None:
+def record(
+    folder: str, command: Sequence[str], env: Mapping[str, str], enter: Callable[[], None] | None, basis: Any = None
+) -> None:
     """Make a process snapshot for the command in `MADE` of `folder`. Raises `SnapshotError`, also if no warm parent can
-    be dumped."""
+    be dumped.
+
+    `basis`: of the snapshot that was restored. None is made unless the recorded ranks differ from it.
+    """
     new = os.path.join(folder, _NEW)
     pid = 0
     try:
+        known, is_script = _known(env, command)
+        now = [known[name] for name in ("program", "flags", "native", "telling")]
+        if now == basis:
+            return
         from bootseer.machine.criu import find_criu  # imports what a restore does without
 
         find_criu(env)
         if not int(proc.status()["CapEff"], 16) & _CAPABILITIES:
             raise SnapshotError("this needs CAP_CHECKPOINT_RESTORE; see docs/process.md")
-        known, is_script = _known(env, command)
-        variables = {name: env[name] for name in env if _KEPT.match(name) or programs.recorded(name)}
-        variables |= {name: value for name, value in known["native"].items() if programs.recorded(name)}
-        variables |= {"PYTHONPATH": env["PYTHONPATH"]} if "PYTHONPATH" in env else {}
-        for attempt in range(_TRIES):
-            remove(new)
-            os.mkdir(new, 0o700)
-            facts = _import(new, known, variables, enter)
-            pid = facts.get("pid", 0)
-            if facts["why_not"] and not (facts.get("module") and attempt < _TRIES - 1):
-                raise SnapshotError(facts["why_not"])
-            if facts["why_not"]:  # the ranks import it themselves
-                known["cold"] = {**known["cold"], facts["module"]: facts["why_not"]}
-            else:
-                read = {name: env[name] for name in facts["reads"] if name in env}
-                if read.items() <= variables.items():
-                    break
-                secret = next((name for name, value in read.items() if is_secret(name, value)), "")
-                if secret:
-                    raise SnapshotError(f"imports read {secret}, which a memory image must not contain")
-                variables |= read
-            _end(pid)
-        else:
-            raise SnapshotError("the imports read other variables each time")
+        pid = _imported(new, known, env, enter)
         words = ("dump", "-t", str(pid), "-D", new, *_OPTIONS, "-o", "dump.log")
         _run_criu(words, env, lambda: _enter_mounts(pid), _DUMP_S, os.path.join(new, "dump.log"))
         start = known["start"] if is_script else []
-        programs.write_facts(new, {"pid": pid, "program": _program(command, env), "start": start})
+        facts = {"pid": pid, "program": _program(command, env), "start": start, "basis": now}
+        programs.write_facts(new, facts)
         os.rename(new, os.path.join(folder, MADE))
     except (OSError, LookupError, ValueError, TypeError, supervise.StartError) as error:
+        if basis is not None and isinstance(error, LookupError):
+            return  # this start has recorded nothing
         raise SnapshotError(str(error) or type(error).__name__) from error
     finally:
         if pid:
             _end(pid)
         remove(new)
+
+
+def _imported(new: str, known: dict[str, Any], env: Mapping[str, str], enter: Callable[[], None] | None) -> int:
+    """A process that has done the imports, with the variables that they read. Raises `SnapshotError` and `OSError`."""
+    variables = {name: env[name] for name in env if _KEPT.match(name) or programs.recorded(name)}
+    variables |= {name: value for name, value in known["native"].items() if programs.recorded(name)}
+    variables |= {"PYTHONPATH": env["PYTHONPATH"]} if "PYTHONPATH" in env else {}
+    for attempt in range(_TRIES):
+        remove(new)
+        os.mkdir(new, 0o700)
+        facts = _import(new, known, variables, enter)
+        read = {name: env[name] for name in facts.get("reads", ()) if name in env}
+        if not facts["why_not"] and read.items() <= variables.items():
+            return int(facts["pid"])
+        if "pid" in facts:
+            _end(facts["pid"])
+        if facts["why_not"]:
+            if not facts.get("module") or attempt == _TRIES - 1:
+                raise SnapshotError(facts["why_not"])
+            known["cold"] = {**known["cold"], facts["module"]: facts["why_not"]}  # the ranks import it themselves
+            continue
+        secret = next((name for name, value in read.items() if is_secret(name, value)), "")
+        if secret:
+            raise SnapshotError(f"imports read {secret}, which a memory image must not contain")
+        variables |= read
+    raise SnapshotError("the imports read other variables each time")
 
 
 def remove(folder: str) -> None:

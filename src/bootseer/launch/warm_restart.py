@@ -40,7 +40,8 @@ class WarmRestart:
         self._restored: dict[str, Any] = {}
         """For the request to the warm parent that was restored."""
         self._images = ""
-        self._is_restored = False
+        self._basis: Any = None
+        """Of the process snapshot; None without it."""
         self._socket: socket.socket | None = None
         try:
             if not prctl(PR_SET_CHILD_SUBREAPER, 1):
@@ -62,7 +63,7 @@ class WarmRestart:
             return
         began_ns = time.monotonic_ns()
         try:
-            pid, end, self._restored = process_snapshot.restore(folder, command, env, enter)
+            pid, end, self._restored, self._basis = process_snapshot.restore(folder, command, env, enter)
         except process_snapshot.SnapshotError as error:
             attrs = {"program": "the launcher", "why_not": f"no process snapshot: {error}"[:300]}
             self._tracer.emit(EVENT, INSTANT, parent=self._span, attrs=attrs)
@@ -73,11 +74,10 @@ class WarmRestart:
     def record(
         self, folder: str, command: Sequence[str], env: Mapping[str, str], enter: Callable[[], None] | None
     ) -> None:
-        """Make a process snapshot for later starts of the command in `folder`, unless this one was started from one."""
-        if self._is_restored:
-            return
+        """Make a process snapshot for later starts of the command in `folder`, unless this one was started from one
+        that its ranks could use."""
         try:
-            process_snapshot.record(folder, command, env, enter)
+            process_snapshot.record(folder, command, env, enter, self._basis)
         except process_snapshot.SnapshotError as error:
             say(f"no process snapshot was made: {error}")
 
@@ -107,7 +107,6 @@ class WarmRestart:
             if ours and pid is None and not why_not:
                 try:
                     facts = self._ask(end, env, streams, leads_group() if own_group is None else own_group)
-                    self._is_restored |= bool(self._restored)
                     pid = facts.pop("pid")
                 except RefusedError as refused:
                     why_not, facts = str(refused), dict(refused.facts)
@@ -122,6 +121,8 @@ class WarmRestart:
                 process_snapshot.remove(self._images)  # before the kernel has written them to the disk
             if ours:
                 proc.end_child(parent)
+        if pid is None:
+            self._basis = None
         if pid is not None or why_not:
             attrs = {**facts, "program": "the launcher", **({"why_not": why_not[:300]} if why_not else {"child": pid})}
             self._tracer.emit(EVENT, INSTANT, parent=self._span, attrs=attrs)
