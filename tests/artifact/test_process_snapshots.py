@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 import zstandard
@@ -21,48 +20,28 @@ from blake3 import blake3
 
 from bootseer.artifact import process_snapshots
 from bootseer.artifact.document import encode
-from bootseer.artifact.places import processes_folder
-from bootseer.artifact.process_snapshots import SCHEMA, ProcessSnapshot, _Document, machine_key, process_name
+from bootseer.artifact.process_snapshots import (
+    FETCHED,
+    SCHEMA,
+    ProcessSnapshot,
+    _Document,
+    machine_key,
+    process_name,
+)
 from bootseer.artifact.signatures import UNSIGNED, Signatures
 from bootseer.mounts.process import ProcessId, readable
 from bootseer.store.oci import OciStore, tag_of
 from bootseer.store.open import open_store
 from fault_proxy import Fault, FaultProxy
+from process_snapshot_node import DIGEST, NAME, WORKLOAD, Node, folder_of
 from registry import Registry, needs_registry
 from signing_keys import make_key, trust
 from small_disks import small_disk
 from waiting import DEADLINE_S, until
 
-DIGEST = "sha256:" + "ab" * 32
-WORKLOAD = "train.py-0123456789ab"
-NAME = process_name(DIGEST, f"{WORKLOAD}-{machine_key()}")
 FILES = {"core-1.img": b"\x01core" * 3, "pages-1.img": os.urandom(3 << 20) + bytes(2 << 20), "empty.img": b""}
 
 MACHINE = "from bootseer.artifact.process_snapshots import machine_key; print(machine_key())"
-
-
-class Node:
-    """A node with a cache of its own."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.said: list[str] = []
-        self.path = processes_folder(root) / WORKLOAD
-        self.into = root / "restored"
-        self.snapshot = ProcessSnapshot(self.path, self.into, self.said.append)
-
-    def fetch(self, uri: str, signatures: Signatures = UNSIGNED, **changes: Any) -> ProcessSnapshot:
-        usual = {"digest": DIGEST, "workload": WORKLOAD, "publish": True}
-        self.snapshot.fetch(store_uri=uri, plain_http=False, signatures=signatures, **{**usual, **changes})
-        return self.snapshot
-
-    def unpacked(self) -> dict[str, bytes] | None:
-        self.root.mkdir(exist_ok=True, parents=True)
-        if not self.snapshot.unpack():
-            return None
-        found = {path.name: path.read_bytes() for path in self.into.iterdir()}
-        shutil.rmtree(self.into)
-        return found
 
 
 @pytest.fixture
@@ -89,20 +68,13 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
         yield f"oci://{registry.host}/team/train"
 
 
-def folder_of(folder: Path, files: dict[str, bytes]) -> Path:
-    folder.mkdir()
-    for name, data in files.items():
-        (folder / name).write_bytes(data)
-    return folder
-
-
 def snapshot_of(*files: tuple[str, int], name: str = "", window_log: int = 0, **wrong: object) -> bytes:
     """A snapshot of three bytes whose document says this. A `window_log` above 0: its reader needs so much memory."""
     parameters = zstandard.ZstdCompressionParameters.from_level(3, window_log=window_log, write_checksum=True)
     packer = zstandard.ZstdCompressor(compression_params=parameters).compressobj()  # it does not know the size
     frame = packer.compress(b"abc") + packer.flush()
-    values = {"stored_bytes": len(frame), "blake3": blake3(frame).hexdigest(), "files": files, **wrong}
-    return encode(_Document(name, 1, "0" * 64, (("a", 1),)), SCHEMA, **values) + b"\n" + frame
+    values = {"stored_bytes": len(frame), "parts": [blake3(frame).hexdigest()], "files": files, **wrong}
+    return encode(_Document(name, 1, ("0" * 64,), (("a", 1),)), SCHEMA, **values) + b"\n" + frame
 
 
 def put(uri: str, data: bytes, name: str = NAME) -> None:
@@ -196,10 +168,13 @@ def test_a_damaged_file_is_deleted(node: Node, images: Path, change: str, at: in
         (b"nonsense", "does not begin with a document"),
         (b"nonsense\n" + bytes(100), "not valid JSON"),
         (b"x" * (3 << 20), "does not begin with a document"),
-        (snapshot_of(("a", 3), name=NAME)[:-1], "do not have the digest"),
-        (snapshot_of(("a", 3), name=NAME) + b"more", "do not have the digest"),
-        (snapshot_of(("a", 3), name=NAME, blake3="0" * 64), "do not have the digest"),
-        (snapshot_of(("a", 3), name=NAME, stored_bytes=1000), "do not have the digest"),
+        (snapshot_of(("a", 3), name=NAME)[:-1], "do not have the digests"),
+        (snapshot_of(("a", 3), name=NAME) + b"more", "do not have the digests"),
+        (snapshot_of(("a", 3), name=NAME) + bytes(9 << 20), "do not have the digests"),
+        (snapshot_of(("a", 3), name=NAME, parts=["0" * 64]), "do not have the digests"),
+        (snapshot_of(("a", 3), name=NAME, parts=["0" * 64] * 2), "do not have 2 parts"),
+        (snapshot_of(("a", 3), name=NAME, parts=["a"]), "matching regex"),
+        (snapshot_of(("a", 3), name=NAME, stored_bytes=1000), "do not have the digests"),
         (snapshot_of(("a", 3), name=NAME, stored_bytes=3 << 30), "`int` <="),
         (
             snapshot_of(("a", 3), name=process_name(DIGEST, "other")),
@@ -379,15 +354,58 @@ def child_of(node: Node, uri: str) -> int:
     return child.pid
 
 
+@pytest.fixture
+def slow(tmp_path: Path, images: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, threading.Event]]:
+    """A registry that sends a snapshot's compressed files, and a store, only after the event."""
+    monkeypatch.setattr(process_snapshots, "_WAIT_S", 0.5)
+    gate = threading.Event()
+    with Registry(tmp_path) as registry, FaultProxy(registry.host) as proxy:
+        Node(tmp_path / "publisher").fetch(f"oci://{registry.host}/team/train").keep(images)
+        proxy.plan = lambda request: Fault(gate=gate) if "/blobs/" in request.path else None
+        yield f"oci://{proxy.host}/team/train", gate
+        gate.set()
+
+
 @needs_registry
-def test_a_store_that_hangs_is_given_up(node: Node, stalled: str) -> None:
+def test_a_start_does_not_wait_for_a_slow_store_and_later_ones_have_what_came(
+    node: Node, slow: tuple[str, threading.Event]
+) -> None:
+    uri, gate = slow
+    child = node.fetch(uri)._child
+    assert node.unpacked() is None
+    assert node.said == ["the process snapshot is still being fetched: a later start on this node uses it"]
+    gate.set()
+    assert child is not None
+    until((node.root / FETCHED).exists, "the child has fetched it")
+    until(lambda: ProcessId.of(child.pid) is None, "the child ends")
+    # It does not take memory or disk from the job that runs.
+    assert {path.name for path in node.root.iterdir()} == {FETCHED, node.path.parent.name}
+    assert node.unpacked() is None
+    again = Node(node.root)
+    again.fetch("file:///no-store")
+    assert (again.unpacked(), again.said) == (FILES, [])
+
+
+@needs_registry
+def test_a_store_that_hangs_is_given_up_and_the_child_ends_by_itself(
+    node: Node, stalled: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_snapshots, "_WAIT_S", 0.5)
+    monkeypatch.setattr(process_snapshots, "_FETCH_S", 4.0)
     pid = child_of(node, stalled)
     assert node.unpacked() is None
-    assert len(node.said) == 1
-    assert "has no result" in node.said[0]
-    assert not Path(f"/proc/{pid}").exists()
+    until(lambda: ProcessId.of(pid) is None, "the child ends")
+    assert not (node.root / FETCHED).exists()
+    assert list(node.path.parent.iterdir()) == []
+
+
+@needs_registry
+def test_a_child_that_hangs_while_it_unpacks_is_ended(node: Node, stalled: str) -> None:
+    pid = child_of(node, stalled)
+    (node.root / ".restored").mkdir()
     assert node.unpacked() is None
-    assert len(node.said) == 1
+    assert ["has no result" in line for line in node.said] == [True]
+    assert not Path(f"/proc/{pid}").exists()
 
 
 @needs_registry

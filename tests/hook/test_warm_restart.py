@@ -17,6 +17,7 @@ import pytest
 
 from bootseer.artifact.workload import workload_key
 from bootseer.hook import programs
+from bootseer.launch.process_snapshot import FETCHED
 from bootseer.trace.spool_tail import SpoolTail
 from conftest_launch import BOOTSEER
 from hook.test_warm import FACTS
@@ -223,6 +224,21 @@ def test_runs_with_the_same_process_id_do_not_disturb_each_other() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=LIMIT_S, check=True)
     assert done.stdout == "True True\n"
+
+
+def test_a_run_makes_no_process_snapshot_if_one_came_too_late_for_its_start(tmp_path: Path) -> None:
+    """Without a record none could be made anyway: the run says so if it tries."""
+    script = (
+        "import sys\n"
+        "from bootseer.launch.warm_restart import WarmRestart\n"
+        "WarmRestart(None, 'run').record(sys.argv[1], ['python'], {}, None)"
+    )
+    said = []
+    for name in ("made", FETCHED):
+        (tmp_path / name / name).mkdir(parents=True)
+        words = [sys.executable, "-c", script, str(tmp_path / name)]
+        said.append(subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S, check=True).stderr)
+    assert ["no process snapshot was made: " in text for text in said] == [True, False]
 
 
 def test_a_warm_parent_that_answers_with_nonsense_does_not_end_the_run() -> None:

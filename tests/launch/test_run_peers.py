@@ -12,16 +12,22 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from bootseer.artifact.process_snapshots import machine_key, process_name
+from bootseer.artifact.workload import workload_key
 from bootseer.mounts.process import ProcessId
 from bootseer.report.inputs import sources
 from bootseer.report.log_scan import scan
+from bootseer.store.open import open_store
 from conftest_launch import BOOTSEER
 from image_node import LARGE_BYTES, have_converted
 from image_node import Node as ImageNode
+from process_snapshot_node import Node as SnapshotNode
+from process_snapshot_node import folder_of
 from registry import free_port
 
 pytestmark = pytest.mark.slow
@@ -281,6 +287,43 @@ def test_an_image_comes_from_the_registry_once(env: dict[str, str], node: ImageN
     assert sum(row["origin_bytes"] + row["filled_bytes"] for row in told) < 2.4 * LARGE_BYTES
     assert sum(row["sent_bytes"] for row in told) > 2 * LARGE_BYTES
     assert {row["interfaces"] for row in told} <= {"", *(f"lo={row['sent_bytes']}" for row in told)}
+
+
+@pytest.mark.root
+@pytest.mark.fuse
+def test_a_process_snapshot_comes_from_the_registry_once(env: dict[str, str], node: ImageNode, tmp_path: Path) -> None:
+    """Two nodes fetch it beside their mounts. Nothing could be restored in an image without Python."""
+    have_converted(node)
+    script = "while [ $(ls /there | wc -l) -lt 2 ]; do touch /there/$NAME; sleep 0.05; done; false"
+    command = ["sh", "-c", script]
+    publisher = SnapshotNode(tmp_path / "publisher")
+    uri, files = f"oci://{node.registry.host}/team/box", {"pages-1.img": os.urandom(LARGE_BYTES)}
+    publisher.fetch(uri, digest=node.digest, workload=workload_key(command))
+    publisher.snapshot.keep(folder_of(tmp_path / "images", files))
+    (tmp_path / "there").mkdir()
+    blob = f"sha256:{hashlib.sha256(_object_of(uri, node.digest, command)).hexdigest()}"
+    before = len(node.registry.requests())
+    starts = []
+    for name in ("a", "b"):
+        own = {"BOOTSEER_RUNTIME": str(tmp_path / name / "r"), "BOOTSEER_CACHE": str(tmp_path / name / "c")}
+        words = ["--job", "two", "--node", name, "--num-nodes", "2", "--peers-interface", "lo"]
+        words += ["--peers", str(tmp_path / "meet"), "--image", node.reference, "--process-snapshot"]
+        words += ["--mount", f"{tmp_path}/there:/there", "--container-env", f"NAME={name}"]
+        program = [*BOOTSEER, "run", "-q", *words, "--", *command]
+        starts.append(subprocess.Popen(program, env={**env, **own}, stderr=subprocess.PIPE, text=True))
+    said = [start.communicate(timeout=300)[1].splitlines() for start in starts]
+    assert [["no python3" in line for line in lines] for lines in said] == [[True], [True]], said
+    assert [start.returncode for start in starts] == [1, 1]
+    kept = [list((tmp_path / name / "c" / "processes").iterdir()) for name in ("a", "b")]
+    assert [[len(path.read_bytes()) > LARGE_BYTES for path in found] for found in kept] == [[True], [True]]
+    sizes = [logged.size_bytes for logged in node.registry.requests()[before:] if f"/blobs/{blob}" in logged.path]
+    assert sizes.count(1 << 14) == 2
+    assert LARGE_BYTES < sum(sizes) < LARGE_BYTES + 100_000
+
+
+def _object_of(uri: str, digest: str, command: list[str]) -> bytes:
+    with closing(open_store(uri)) as store:
+        return b"".join(store.read(process_name(digest, f"{workload_key(command)}-{machine_key()}")))
 
 
 def test_switched_off_peers_leave_no_trace(env: dict[str, str], tmp_path: Path) -> None:

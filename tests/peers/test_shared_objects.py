@@ -45,7 +45,9 @@ class Node:
         self.offered = OfferedObject(self.job, NAME.removeprefix("sha256:"), len(DATA), self.folder / "object")
 
     def offer(self) -> None:
-        self.job.register(self.offered.digest, "object", {"path": str(self.offered.path), "size_bytes": len(DATA)})
+        growing = self.offered.growing or ""
+        fields = {"path": str(self.offered.path), "size_bytes": len(DATA), "growing": str(growing)}
+        self.job.register(self.offered.digest, "object", fields)
 
     def start(self, read: Callable[[], bytes]) -> threading.Thread:
         """Get the object like a node that starts: from another node or with `read`."""
@@ -137,7 +139,72 @@ def test_nothing_that_is_not_offered_is_sent(nodes: list[Node], monkeypatch: pyt
     first, second = nodes[:2]
     first.keep(DATA)
     with pytest.raises(NotFoundError):
-        second.offered._read(Client(SECRET), first.peer.addresses[0], time.monotonic() + 60)
+        next(second.offered._read(Client(SECRET), first.peer, 0, time.monotonic() + 60))
+
+
+def test_what_is_complete_of_a_large_object_is_sent_while_it_grows(nodes: list[Node]) -> None:
+    first, second = nodes[:2]
+    first.folder.mkdir()
+    first.offered.growing = first.folder / "growing"
+    first.offered.growing.write_bytes(DATA[: 4 << 20])
+    first.offer()
+    first.offered.copy(0, lambda part: True, first.said.append)  # it is the first one, and has to ask the store
+    second.offer()
+    parts: list[bytes] = []
+
+    def keep(part: memoryview) -> bool:
+        parts.append(bytes(part))
+        if len(parts) == 1 and first.offered.growing is not None:
+            with first.offered.growing.open("ab") as file:
+                file.write(DATA[4 << 20 :])
+            first.offered.growing.rename(first.offered.path)
+        return True
+
+    second.offered.copy(0, keep, second.said.append)
+    assert b"".join(parts) == DATA
+    assert len(parts) == 2
+    assert first.said == second.said == []
+
+
+@pytest.mark.parametrize("fault", ["wrong", "silent"])
+def test_what_one_node_does_not_send_comes_from_another(
+    nodes: list[Node], monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    monkeypatch.setattr("bootseer.peers.shared_objects._SILENT_S", 0.5)
+    # The third node is sent to the second one, and then to the first. The owner is none of them.
+    owner = nodes[0].job.members().owner(nodes[0].offered.digest, 0)
+    first, second, third = [node for node in nodes if node.peer != owner][:3]
+    for node, data in ((first, DATA), (second, DATA[:-1] + bytes([DATA[-1] ^ 1]))):
+        node.offer()
+        with closing(PeerGroup(node.job)) as group:
+            assert node.offered._ask(group) == (None if node is first else first.peer)
+        node.keep(data)
+    right, got = [DATA[: 4 << 20], DATA[4 << 20 :]], list[bytes]()
+
+    def keep(part: memoryview) -> bool:
+        got.extend([bytes(part)] if part == right[len(got)] else [])
+        return part == right[len(got) - 1]
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        if fault == "silent":
+            there = Peer(second.name, (f"127.0.0.1:{silent.getsockname()[1]}",))
+            third.job.write_members(third.name, [there if node is second else node.peer for node in nodes])
+        third.offer()
+        third.offered.copy(0, keep, third.said.append)
+    assert got == right
+    assert third.said == [f"{second.name} sent wrong bytes of {NAME[7:23]}"] * (fault == "wrong")
+    assert first.server.served.requests == (1 if fault == "wrong" else 2)
+
+
+def test_another_object_in_its_place_is_not_sent(nodes: list[Node], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bootseer.peers.shared_objects._WAIT_S", 0.1)
+    first, second = nodes[:2]
+    first.offer()
+    first.offered.get(first.said.append)
+    first.keep(DATA + b"!")
+    second.offer()
+    assert second.offered.get(second.said.append) is None
+    assert second.said == []
 
 
 def test_a_node_keeps_what_came_from_another_and_serves_it(

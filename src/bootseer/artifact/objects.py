@@ -118,7 +118,7 @@ class LocalObjects:
         Raises the errors of `read_all`.
         """
         path = self._folder / content_path(stored.name)
-        offered = _offered(stored, path)
+        offered = offer(stored, path)
         with contextlib.suppress(BootseerError):
             copy = read_all(self.store, stored.name, stored.size_bytes)
             with contextlib.suppress(OSError):
@@ -154,11 +154,11 @@ class LocalObjects:
             replace_file(own_folder(path.parent) / path.name, data)
 
 
-def _offered(stored: Stored, path: Path) -> OfferedObject | None:
-    """The object as offered to the job's other nodes; None without peers."""
+def offer(stored: Stored, path: Path, growing: Path | None = None) -> OfferedObject | None:
+    """Offer an object to the job's other nodes; None without peers. `growing` as of `OfferedObject`."""
     if not os.environ.get("BOOTSEER_PEERS_DIR"):
         return None
     # Imported here: most starts have no peers, and the import takes milliseconds.
     from bootseer.peers.shared_objects import OfferedObject
 
-    return OfferedObject.of_environment(*stored, path)
+    return OfferedObject.of_environment(*stored, path, growing)

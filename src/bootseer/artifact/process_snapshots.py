@@ -3,7 +3,8 @@
 A snapshot is one object, of the same form in both places: a line with a document, then the files as one zstd frame
 (docs/formats/process-snapshot.md). So a store replaces both at once, and no reader gets the document of one snapshot
 with the files of another. The document may be signed. What was fetched is verified at each start; what this node made
-needs no signature here.
+needs no signature here. Each node of a job reads the document from the store. The frame, which is large, comes from
+the job's other nodes if they have it or are getting it (`peers.shared_objects`).
 
 A start works without a snapshot, so problems are reported as a line and never raised.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import os
 import shutil
 import time
@@ -20,7 +22,7 @@ from contextlib import closing, contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, BinaryIO
+from typing import TYPE_CHECKING, Annotated, BinaryIO
 
 import zstandard
 from blake3 import blake3
@@ -30,15 +32,30 @@ from msgspec.structs import replace
 from bootseer import __version__
 from bootseer.artifact.child import Child, result_of, start_child
 from bootseer.artifact.document import decode, encode, readable
+from bootseer.artifact.objects import offer
 from bootseer.artifact.places import own_folder
 from bootseer.artifact.progress import Say
 from bootseer.artifact.signatures import Signatures, is_signed, stored_limit
-from bootseer.errors import AccessError, BootseerError, CorruptError, NotFoundError, PermanentError, SignatureError
+from bootseer.errors import (
+    AccessError,
+    BootseerError,
+    CorruptError,
+    NotFoundError,
+    PermanentError,
+    SignatureError,
+    TooShortError,
+)
 from bootseer.io.retry import retrying
+from bootseer.mounts.process import readable as await_readable
 from bootseer.store.open import open_store
-from bootseer.store.store import Store
+from bootseer.store.store import Store, Stored
+
+if TYPE_CHECKING:
+    from bootseer.peers.shared_objects import OfferedObject
 
 SCHEMA = "bootseer.process/1"
+FETCHED = "fetched"
+"""The folder that appears beside the unpacked files' one when the snapshot has come too late for this start."""
 MAX_STORED_BYTES = 2 << 30
 """Of the compressed files."""
 _MAX_BYTES = 16 << 30
@@ -47,10 +64,14 @@ _MAX_LINE = 1 << 20
 _MAX_KEPT = 8
 _FETCH_S = 60.0
 _WAIT_S = 4.0
-"""A start waits no longer for a snapshot that is still being fetched, and up to a second for the end of the child."""
+"""A start waits no longer for a snapshot that is still being fetched, and so long again until it is unpacked."""
 _ABANDONED_S = 3600.0
 """A temporary file of this age belongs to a process that was killed."""
 _PIECE = 1 << 20
+_PART = 4 << 20
+"""What nodes send each other at once, too (`peers.protocol.MAX_RANGE`)."""
+_HEAD = 1 << 14
+"""Most documents have fewer bytes."""
 _LEVEL = 3
 _MAX_WINDOW = 8 << 20
 _MAX_THREADS = 4
@@ -61,6 +82,7 @@ _CPU = (
 
 _Name = Annotated[str, Meta(max_length=100, pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]*\Z")]
 _Size = Annotated[int, Meta(ge=0, le=_MAX_BYTES)]
+_Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 
 
 @readable
@@ -68,8 +90,8 @@ class _Document(Struct, frozen=True):
     name: Annotated[str, Meta(max_length=512)]
     """Of the object in the store; empty if this node has made it."""
     stored_bytes: Annotated[int, Meta(ge=1, le=MAX_STORED_BYTES)]
-    blake3: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
-    """Of the compressed files."""
+    parts: Annotated[tuple[_Digest, ...], Meta(max_length=MAX_STORED_BYTES // _PART)]
+    """BLAKE3 of each 4 MiB of the compressed files, which nodes pass on while they receive the rest."""
     files: Annotated[tuple[tuple[_Name, _Size], ...], Meta(min_length=1, max_length=4096)]
     """Names and sizes, in the order of the files."""
 
@@ -78,6 +100,8 @@ class _Document(Struct, frozen=True):
             raise ValueError("two files have the same name")
         if self.size_bytes > _MAX_BYTES:
             raise ValueError(f"the files have {self.size_bytes} bytes, at most {_MAX_BYTES} are allowed")
+        if len(self.parts) != math.ceil(self.stored_bytes / _PART):
+            raise ValueError(f"{self.stored_bytes} bytes do not have {len(self.parts)} parts")
 
     @property
     def size_bytes(self) -> int:
@@ -152,11 +176,18 @@ class ProcessSnapshot:
             self._say(f"no process snapshot: {error}")
 
     def unpack(self) -> bool:
-        """Complete the folder of unpacked files; returns whether there is one. Waits a few seconds for the child."""
+        """Complete the folder of unpacked files; returns whether there is one. Waits a few seconds for the child.
+
+        If that is still fetching, it goes on for later starts, and will not unpack anything.
+        """
         child, self._child = self._child, None
         try:
-            if child is not None:
-                result_of(child, deadline_s=_WAIT_S)
+            if child is not None and not await_readable([child.answer], _WAIT_S) and _claim(self._into):
+                os.close(child.answer)
+                self._say("the process snapshot is still being fetched: a later start on this node uses it")
+            elif child is not None:
+                for line in result_of(child, deadline_s=_WAIT_S):
+                    self._say(line)
             elif not self._into.exists():
                 _obtain(None, self._path, self._into)
         except NotFoundError:
@@ -215,52 +246,112 @@ def _has_signed(store: Store, name: str) -> bool:
         return False
 
 
-def _obtain(shared: _Shared | None, path: Path, into: Path) -> None:
+def _unfinished(into: Path) -> Path:
+    return into.with_name(f".{into.name}")
+
+
+def _claim(into: Path) -> bool:
+    """Whether the caller may unpack: a child that fetches, or the start which waits for it no longer."""
+    try:
+        _unfinished(into).mkdir(mode=0o700)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _obtain(shared: _Shared | None, path: Path, into: Path) -> list[str]:
     """Copy the store's snapshot to this node, if it has none, and unpack it. Files and folder get their names when they
-    are complete and verified. Raises `BootseerError` and `OSError`."""
+    are complete and verified. Returns messages for the user. Raises `BootseerError` and `OSError`."""
+    said: list[str] = []
     if shared is not None and not path.exists():
         with closing(shared.open_store(mirrored=True)) as store:
-            retrying(lambda left_s: _copy(shared, store, path, left_s), deadline_s=_FETCH_S)
+            _copy(shared, store, path, said.append)
     own_folder(path.parent, make=False)
     try:
         file = path.open("rb")
     except FileNotFoundError as error:
         raise NotFoundError("there is none") from error
-    unfinished = into.with_name(f".{into.name}")
-    try:
-        with file:
-            unfinished.mkdir(mode=0o700)
+    unfinished = _unfinished(into)
+    with file:
+        if shared is not None:
+            _offer(file.readline(stored_limit(_MAX_LINE)), os.fstat(file.fileno()).st_size, path)
+            file.seek(0)
+        if not _claim(into):
+            unfinished.rename(into.with_name(FETCHED))
+            return said
+        try:
             _unpack(file, unfinished, shared)
-        unfinished.rename(into)
-    except (CorruptError, SignatureError) as error:
-        path.unlink(missing_ok=True)  # the next start gets the store's
-        raise type(error)(f"{path}: {error}") from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.rename(into)
+        except (CorruptError, SignatureError) as error:
+            path.unlink(missing_ok=True)  # the next start gets the store's
+            raise type(error)(f"{path}: {error}") from error
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
     os.utime(path)  # the oldest are deleted
+    return said
 
 
-def _copy(shared: _Shared, store: Store, path: Path, timeout_s: float) -> None:
-    where, limit = f"{store.uri}: {shared.name}", stored_limit(_MAX_LINE)
-    with closing(store.read(shared.name, timeout_s=timeout_s)) as pieces:
-        head = b""
-        while b"\n" not in head:
-            head += (piece := next(pieces, b""))
-            if not piece or len(head) > limit:
-                raise CorruptError(f"{where} does not begin with a document")
-        sealed, _, rest = head.partition(b"\n")
-        document = _verified(sealed, shared, store.uri)
-        with _new_file(path) as file:
-            file.write(sealed + b"\n")
-            hashed, left = blake3(), document.stored_bytes
-            for piece in chain((rest,), pieces):
-                left -= len(piece)
-                if left < 0:
-                    break
-                hashed.update(piece)
-                file.write(piece)
-            if left or hashed.hexdigest() != document.blake3:
-                raise CorruptError(f"{where}: its bytes do not have the digest in its document")
+def _copy(shared: _Shared, store: Store, path: Path, say: Say) -> None:
+    """Copy a snapshot to this node: its line from the store, and its frame from the job's other nodes, or from the
+    store what these do not send. `say` gets a line for each node that sent wrong bytes."""
+    until_s = time.monotonic() + _FETCH_S
+    line = retrying(lambda left_s: _read_line(shared, store, left_s), deadline_s=_FETCH_S)
+    document = _verified(line.removesuffix(b"\n"), shared, store.uri)
+    size_bytes = len(line) + document.stored_bytes
+    with _new_file(path) as file:
+        file.write(line)
+
+        def keep(part: bytearray | memoryview) -> bool:
+            number = (file.tell() - len(line)) // _PART
+            if (blake3(part).hexdigest(),) != document.parts[number : number + 1]:
+                return False
+            file.write(part)
+            file.flush()  # for other nodes
+            return True
+
+        def read(left_s: float) -> None:
+            wrong = CorruptError(f"{store.uri}: {shared.name}: its bytes do not have the digests in its document")
+            part = bytearray()
+            with closing(store.read(shared.name, file.tell(), timeout_s=left_s)) as pieces:
+                for piece in pieces:
+                    part += piece
+                    while part and len(part) >= (length := min(size_bytes - file.tell(), _PART)):
+                        if not keep(part[:length]):
+                            raise wrong
+                        del part[:length]
+            if file.tell() < size_bytes:
+                raise wrong
+
+        file.flush()
+        offered = _offer(line, size_bytes, path, Path(file.name))
+        try:
+            if offered is not None:
+                offered.copy(len(line), keep, say)
+            if file.tell() < size_bytes:
+                retrying(read, deadline_s=until_s - time.monotonic())
+        except BaseException:
+            if offered is not None:
+                offered.withdraw()
+            raise
+
+
+def _offer(line: bytes, size_bytes: int, path: Path, growing: Path | None = None) -> OfferedObject | None:
+    """Offer a snapshot to the job's other nodes, by the digest of its line, which has those of the frame."""
+    return offer(Stored(f"sha256:{hashlib.sha256(line).hexdigest()}", size_bytes), path, growing)
+
+
+def _read_line(shared: _Shared, store: Store, timeout_s: float) -> bytes:
+    """The line of the store's snapshot, and not much more."""
+    head, limit = b"", stored_limit(_MAX_LINE)
+    while b"\n" not in head:
+        at = len(head)
+        try:
+            head += b"".join(store.read(shared.name, at, max(at, _HEAD), timeout_s=timeout_s))
+        except TooShortError:  # it ends before
+            head += b"".join(store.read(shared.name, at, timeout_s=timeout_s))
+        if at > limit or len(head) == at:
+            raise CorruptError(f"{store.uri}: {shared.name} does not begin with a document")
+    return head[: head.index(b"\n") + 1]
 
 
 def _verified(sealed: bytes, shared: _Shared, where: str) -> _Document:
@@ -278,21 +369,24 @@ def _parse(line: bytes, where: str) -> _Document:
 def _pack(folder: Path, file: BinaryIO) -> None:
     """Write a snapshot of the files of `folder`."""
     files = tuple(sorted((path.name, path.stat(follow_symlinks=False).st_size) for path in folder.iterdir()))
-    zeros = _Document("", MAX_STORED_BYTES, "0" * 64, files)
-    # Replaced at the end, when size and digest are known: by a line of this length, which ends with spaces.
+    size_bytes = sum(size for _, size in files)
+    most_parts = min(math.ceil(size_bytes * 1.01 / _PART) + 1, MAX_STORED_BYTES // _PART)
+    zeros = _Document("", most_parts * _PART, ("0" * 64,) * most_parts, files)
+    # Replaced at the end, when size and digests are known: by a line of this length, which ends with spaces.
     length = len(encode(zeros, SCHEMA))
     _parse(encode(zeros, SCHEMA), str(folder))
     file.write(b" " * length + b"\n")
     threads = min(len(os.sched_getaffinity(0)), _MAX_THREADS)
     packer = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True, threads=threads).compressobj()
-    hashed, stored_bytes = blake3(), 0
+    stored_bytes = 0
     compressed = map(packer.compress, _contents(folder, files))
     for data in chain(compressed, (packer.flush() for _ in (None,))):
-        hashed.update(data)
         stored_bytes += file.write(data)
         if stored_bytes > MAX_STORED_BYTES:
             raise PermanentError(f"it has more than {MAX_STORED_BYTES} bytes")
-    document = _Document("", stored_bytes, hashed.hexdigest(), files)
+    file.seek(length + 1)
+    parts = tuple(blake3(part).hexdigest() for part in iter(partial(file.read, _PART), b""))
+    document = _Document("", stored_bytes, parts, files)
     file.seek(0)
     file.write(encode(document, SCHEMA).ljust(length))
 
@@ -343,7 +437,7 @@ def _new_file(path: Path) -> Iterator[BinaryIO]:
     folder = own_folder(path.parent)
     temporary = folder / f".{os.getpid()}-{os.urandom(4).hex()}"
     try:
-        with open(temporary, "xb", opener=partial(os.open, mode=0o600)) as file:
+        with open(temporary, "x+b", opener=partial(os.open, mode=0o600)) as file:
             yield file
         temporary.replace(path)
     except BaseException:

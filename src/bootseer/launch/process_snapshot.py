@@ -6,7 +6,7 @@ that has done nothing except the imports of the job's ranks, with a selection of
 (`hook.warm_parent.snapshot`). Its process id is an unusual one, because it is the same where it is restored.
 
 The folder for them belongs to one run: `RESTORED` is the snapshot that this run starts from, and `MADE` the one that it
-made (`artifact.process_snapshots` stores it).
+made (`artifact.process_snapshots` stores it). It makes none if one was `FETCHED` too late for its start.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bootseer.hook import programs, warm_launcher
 from bootseer.io import proc
 from bootseer.launch import supervise
 
-RESTORED, MADE = "restored", "made"
+RESTORED, MADE, FETCHED = "restored", "made", "fetched"
 _NEW = "new"
 _RESTORE_S, _DUMP_S, _IMPORT_S = 20.0, 60.0, 60.0
 _CONNECT_S = 5.0

@@ -76,6 +76,8 @@ class WarmRestart:
     ) -> None:
         """Make a process snapshot for later starts of the command in `folder`, unless this one was started from one
         that its ranks could use."""
+        if os.path.isdir(os.path.join(folder, process_snapshot.FETCHED)):
+            return
         try:
             process_snapshot.record(folder, command, env, enter, self._basis)
         except process_snapshot.SnapshotError as error:
