@@ -13,7 +13,7 @@ import pytest
 
 from bootseer.artifact import process_snapshots
 from bootseer.artifact.process_snapshots import ProcessSnapshot
-from bootseer.peers import shared_objects
+from bootseer.peers import origins, shared_objects
 from bootseer.peers.choice import Peer
 from bootseer.peers.job import FOLDER, JobPeers
 from bootseer.peers.server import Server
@@ -56,7 +56,10 @@ class PeerNode(Node):
 
 @pytest.fixture
 def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[PeerNode]]:
+    # The machine may be busy.
     monkeypatch.setattr(process_snapshots, "_WAIT_S", 120.0)
+    monkeypatch.setattr(shared_objects, "_SILENT_S", 25.0)
+    monkeypatch.setattr(origins, "ANSWER_S", 25.0)
     made = [PeerNode(tmp_path / f"n{number}") for number in range(4)]
     for node in made:
         node.job.write_members(node.root.name, [one.peer for one in made])
@@ -123,7 +126,8 @@ def test_a_node_that_has_it_from_an_earlier_job_sends_it(
 def test_what_a_node_does_not_send_comes_from_the_store(
     nodes: list[PeerNode], registry: Registry, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    monkeypatch.setattr(shared_objects, "_COPY_S", 3.0)
+    if fault == "stalled":
+        monkeypatch.setattr(shared_objects, "_COPY_S", 5.0)
     uri, (first, second, *_) = f"oci://{registry.host}/team/train", nodes
     with FaultProxy(registry.host) as proxy:
         if fault != "wrong":
