@@ -147,10 +147,9 @@ def test_a_run_that_is_killed_leaves_nothing_and_the_next_one_is_right(job: Job,
             time.sleep(whole_s * number / 12)
             process.kill()
             process.communicate(timeout=LIMIT_S)
-        until(lambda: not any("\0" in words for words in job.left()), "the end of its processes")
     ran = job.run()
     assert (ran.code, ran.err, len(ran.warm)) == (0, "", 2), ran
-    assert job.left() == []
+    until(lambda: not job.left(), "the end of all processes and folders")
     assert job.run().warm == [True, True]
 
 

@@ -26,7 +26,7 @@ from bootseer.io import proc
 from bootseer.launch import supervise
 
 RESTORED, MADE, FETCHED = "restored", "made", "fetched"
-_NEW = "new"
+NEW = "new"
 _RESTORE_S, _DUMP_S, _IMPORT_S = 20.0, 60.0, 60.0
 _CONNECT_S = 5.0
 _EARLIER_NS = 2_000_000_000
@@ -112,7 +112,7 @@ def record(
 
     `basis`: of the snapshot that was restored. None is made unless the recorded ranks differ from it.
     """
-    new = os.path.join(folder, _NEW)
+    new = os.path.join(folder, NEW)
     pid = 0
     try:
         known, is_script = _known(env, command)

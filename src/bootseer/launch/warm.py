@@ -12,7 +12,9 @@ from __future__ import annotations
 import mmap
 import os
 import re
+import signal
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,9 +28,10 @@ from bootseer.artifact.places import cache_root, containers_folder, own_folder, 
 from bootseer.artifact.workload import workload_key
 from bootseer.errors import BootseerError, PermanentError
 from bootseer.hook.programs import KNOWN, MAX_BYTES, RECORD, SCHEMA, recorded
+from bootseer.io import proc
 from bootseer.io.files import replace_file
 from bootseer.launch.observers import COMMAND_ENDED, StartReport, reporting_errors
-from bootseer.launch.process_snapshot import MADE, RESTORED, is_secret
+from bootseer.launch.process_snapshot import MADE, NEW, RESTORED, is_secret
 from bootseer.launch.session import Session
 from bootseer.launch.supervise import say
 from bootseer.units import plural
@@ -155,7 +158,7 @@ class WarmStart:
         if options.process_snapshot:
             from bootseer.artifact.process_snapshots import ProcessSnapshot, machine_key
 
-            self._process_folder = OwnedFolder.made(containers_folder(cache_root(env)), "process-")
+            self._process_folder = OwnedFolder.made(containers_folder(cache_root(env)), "process-", _end_criu)
             path = processes_folder(cache_root(env)) / f"{self._path.stem}-{machine_key()}"
             self.process = ProcessSnapshot(path, self._process_folder.path / RESTORED, say)
 
@@ -249,6 +252,17 @@ class WarmStart:
             except (BootseerError, OSError) as error:
                 say(f"what the program imported is not recorded: {error}")
         return found
+
+
+def _end_criu(folder: Path) -> None:
+    """End what CRIU has left in the folder of a run that was killed: a process that waits to be restored, and stopped
+    children, which tried out what the kernel can do. They have open files there. Others only have its lock open."""
+    places = tuple(f"{folder}/{name}" for name in (RESTORED, NEW))
+    for pid in proc.pids():
+        with suppress(OSError):
+            names = os.listdir(f"/proc/{pid}/fd")  # noqa: PTH208 - numbers, not paths
+            if any(proc.link(pid, f"fd/{name}").startswith(places) for name in names):
+                os.kill(pid, signal.SIGKILL)
 
 
 def _text(known: Known) -> str:
