@@ -26,6 +26,8 @@ KNOWN = "warm.json"
 MAX_BYTES = 1 << 20
 VARIABLE = "BOOTSEER_WARM"
 PARENT = "warm_parent.py"
+NEVER_WHOLE = ("torch", "jax")
+"""Packages without which a warm start gains nothing: only single modules of them are left out."""
 SNAPSHOT = "snapshot"
 """First argument of a warm parent that is to be dumped, instead of the number of its socket."""
 FACTS = "facts.json"

@@ -20,6 +20,8 @@ _STANDARD = ("random", "secrets", "uuid")
 _HARMLESS = ("multiprocessing.process", "transformers.utils.hub", "torch.distributed._composable.contract")
 """Modules whose random bytes need no check. The first two draw a key and a session id, which each copy renews
 (`warm_child`), the last draws attribute names, which are only used within the process."""
+_DROP_NAME = ("numpy._core._add_newdocs_scalars", "numpy.core._add_newdocs_scalars")
+"""Modules that unpack `os.uname`'s result, and use no node name of it."""
 _IGNORED = ("bootseer.", "importlib._bootstrap", "_frozen_importlib")
 """Our own span ids, and extension modules, which have no frame (each copy reseeds numpy's generator)."""
 
@@ -123,7 +125,9 @@ class _Names(tuple[str, ...]):
         return super().__getitem__(index)
 
     def __iter__(self) -> Any:
-        self._found.append(_caller(()))
+        name = _caller(())
+        if name not in _DROP_NAME:
+            self._found.append(name)
         return super().__iter__()
 
 

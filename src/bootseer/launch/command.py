@@ -124,7 +124,7 @@ def run_command(
     restarts = None
     process_folder = ""
     if session.warm is not None:
-        session.warm.hand_over()
+        session.warm.hand_over(in_container=options.image is not None)
         process_folder = session.warm.process_folder
     if session.peers is not None:
         session.peers.wait_for_nodes()

@@ -25,7 +25,9 @@ from bootseer.hook import programs, warm_launcher
 from bootseer.io import proc
 from bootseer.launch import supervise
 
-RESTORED, MADE, FETCHED = "restored", "made", "fetched"
+RESTORED, MADE, FETCHED, PENDING = "restored", "made", "fetched", "pending"
+"""As long as `PENDING` exists, `RESTORED` may still come."""
+_PENDING_S = 10.0
 NEW = "new"
 _RESTORE_S, _DUMP_S, _IMPORT_S = 20.0, 60.0, 60.0
 _CONNECT_S = 5.0
@@ -59,14 +61,19 @@ def is_secret(name: str, value: str) -> bool:
 
 def restore(
     folder: str, command: Sequence[str], env: Mapping[str, str], enter: Callable[[], None] | None
-) -> tuple[int, socket.socket, dict[str, Any], Any]:
+) -> tuple[int, socket.socket, dict[str, Any], Any] | None:
     """Restore the warm parent in `folder` for this command; returns its process id, the socket to it, what a request
-    for the launcher needs, and what of the ranks it was made for. It is a child of this process. Raises
-    `SnapshotError`.
+    for the launcher needs, and what of the ranks it was made for. It is a child of this process. None without a
+    snapshot. Raises `SnapshotError`.
 
     `enter` runs in a child before exec, to enter the command's namespaces.
     """
     images = os.path.join(folder, RESTORED)
+    until_s = time.monotonic() + _PENDING_S
+    while not os.path.isdir(images) and os.path.exists(os.path.join(folder, PENDING)) and time.monotonic() < until_s:
+        time.sleep(0.005)
+    if not os.path.isdir(images):
+        return None
     try:
         with open(os.path.join(images, programs.FACTS), "rb") as file:
             facts = json.loads(file.read(programs.MAX_BYTES))
@@ -156,7 +163,7 @@ def _imported(new: str, known: dict[str, Any], env: Mapping[str, str], enter: Ca
         if "pid" in facts:
             _end(facts["pid"])
         if facts["why_not"]:
-            if not facts.get("module") or attempt == _TRIES - 1:
+            if facts.get("module") in ("", None, *programs.NEVER_WHOLE) or attempt == _TRIES - 1:
                 raise SnapshotError(facts["why_not"])
             known["cold"] = {**known["cold"], facts["module"]: facts["why_not"]}  # the ranks import it themselves
             continue

@@ -184,6 +184,9 @@ class Session(RunEvents):
         from bootseer.launch import observers
 
         self._observers = observers.Observers()
+        if self.warm is not None and self.warm.is_pending:
+            unpack = self.warm.unpack
+            self._observers.start(lambda ended: unpack())
         if self.reports:
             self._observers.start(lambda ended: observers.report_when_training_begins(self, ended))
         if self.otlp is not None:

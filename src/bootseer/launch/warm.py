@@ -27,11 +27,11 @@ from bootseer.artifact.owned_folder import OwnedFolder
 from bootseer.artifact.places import cache_root, containers_folder, own_folder, processes_folder, warm_folder
 from bootseer.artifact.workload import workload_key
 from bootseer.errors import BootseerError, PermanentError
-from bootseer.hook.programs import KNOWN, MAX_BYTES, RECORD, SCHEMA, recorded
+from bootseer.hook.programs import KNOWN, MAX_BYTES, NEVER_WHOLE, RECORD, SCHEMA, recorded
 from bootseer.io import proc
 from bootseer.io.files import replace_file
 from bootseer.launch.observers import COMMAND_ENDED, StartReport, reporting_errors
-from bootseer.launch.process_snapshot import MADE, NEW, RESTORED, is_secret
+from bootseer.launch.process_snapshot import MADE, NEW, PENDING, RESTORED, is_secret
 from bootseer.launch.session import Session
 from bootseer.launch.supervise import say
 from bootseer.units import plural
@@ -47,8 +47,6 @@ _MAX_KEPT = 400
 _MAX_COLD = 64
 _LATE = ""
 """Among the modules of `Record.cold`: a warm parent did not answer in time."""
-_NEVER_WHOLE = ("torch", "jax")
-"""Packages without which a warm start gains nothing: only single modules of them are left out."""
 _SHORTEST_SECRET = 6
 _SHARED = re.compile(r"(?!LD_|GLIBC_|PYTHON)\w+=[\w.,:+-]{0,32}", re.ASCII)
 """Variables that are shared with other nodes: values are short numbers and names, not paths and not secrets, and names
@@ -112,7 +110,7 @@ def merge_records(known: Known, records: Iterable[Record], refusals: Iterable[Ma
             elif module and len(one.cold) < _MAX_COLD:
                 # A second refused module of a package: leave out all of it, not one more module each start.
                 package = module.partition(".")[0]
-                if package not in _NEVER_WHOLE and any(cold.partition(".")[0] == package for cold in one.cold):
+                if package not in NEVER_WHOLE and any(cold.partition(".")[0] == package for cold in one.cold):
                     module = package
                 launchers[name] = replace(one, cold={**one.cold, module: reason})
             elif (late or refusal.get("unfit") is True) and not module:
@@ -154,6 +152,8 @@ class WarmStart:
         """Saves what this start imported."""
         self.process: ProcessSnapshot | None = None
         """Where process snapshots are kept and shared; None without them."""
+        self.is_pending = False
+        """Whether the snapshot is to be unpacked beside the start of the command's container."""
         self._process_folder: OwnedFolder | None = None
         if options.process_snapshot:
             from bootseer.artifact.process_snapshots import ProcessSnapshot, machine_key
@@ -165,16 +165,30 @@ class WarmStart:
     def __enter__(self) -> WarmStart:
         return self
 
+    def unpack(self) -> None:
+        """Unpack the process snapshot, if there is one. Never raises."""
+        with reporting_errors("no process snapshot is restored"):
+            try:
+                if self.process is not None:
+                    self.process.unpack()
+            finally:
+                Path(self.process_folder, PENDING).unlink(missing_ok=True)
+
     @property
     def process_folder(self) -> str:
         """The folder of this run for process snapshots (`launch.process_snapshot`); empty without them."""
         return str(self._process_folder.path) if self._process_folder is not None else ""
 
-    def hand_over(self) -> None:
-        """Write the record, and the process snapshot, where the launcher finds it. Never raises."""
-        if self.process is not None:
+    def hand_over(self, *, in_container: bool) -> None:
+        """Write the record, and the process snapshot, where the launcher finds it. Never raises.
+
+        In a container, what restores the snapshot waits for it (`unpack`) after its own start."""
+        if self.process is not None and in_container:
             with reporting_errors("no process snapshot is restored"):
-                self.process.unpack()
+                Path(self.process_folder, PENDING).touch()
+                self.is_pending = True
+        elif self.process is not None:
+            self.unpack()
         with reporting_errors("the start is not warm"):
             known = self._known()
             if known.launchers:

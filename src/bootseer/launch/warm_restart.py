@@ -59,15 +59,17 @@ class WarmRestart:
         """Let the next launcher be forked from the warm parent whose process snapshot is in `folder`, if there is one.
         Without it the command is started as before, with the reason in an event."""
         self._images = os.path.join(folder, process_snapshot.RESTORED)
-        if self._socket is None or not os.path.isdir(self._images):
+        if self._socket is None:
             return
         began_ns = time.monotonic_ns()
         try:
-            pid, end, self._restored, self._basis = process_snapshot.restore(folder, command, env, enter)
+            found = process_snapshot.restore(folder, command, env, enter)
         except process_snapshot.SnapshotError as error:
             attrs = {"program": "the launcher", "why_not": f"no process snapshot: {error}"[:300]}
             self._tracer.emit(EVENT, INSTANT, parent=self._span, attrs=attrs)
-        else:
+            return
+        if found is not None:
+            pid, end, self._restored, self._basis = found
             self._waiting[pid] = end
             self._tracer.emit_ended(STAGE, began_ns)
 
