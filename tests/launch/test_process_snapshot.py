@@ -293,13 +293,23 @@ def test_what_has_changed_since_the_dump_is_not_restored_and_the_snapshot_made_a
     refused(f"{tell} has changed since the imports")
     made.env["SIZE"] = "2"
     refused("the variable SIZE has changed since the imports (tell reads it)")
+    tell.write_text("import os\ntold = str(os.environb.get(b'BYTES'))\nwhere = os.path.abspath('x')\n")
+    refused(f"{tell} has changed since the imports")
+    made.env["BYTES"] = "2"
+    refused("the variable BYTES has changed since the imports (tell reads it)")
+    (made.folder / "other").mkdir()
+    refused("tell reads the working folder, which is another one than during the imports", cwd=made.folder / "other")
     made.env["OMP_NUM_THREADS"] = "3"
     refused("the variable OMP_NUM_THREADS has changed since the imports")
     made.env["TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"] = "1"
     refused("the variable TORCH_ALLOW_TF32_CUBLAS_OVERRIDE has changed since the imports")
     made.env["PYTHONHASHSEED"] = "3"
     refused("the variable PYTHONHASHSEED has changed since the imports")
-    assert made.run().lines[-1][3] == "2"
+    made.env["PYTHONPATH"] += ":"
+    refused("the variable PYTHONPATH has changed since the imports")
+    tell.write_text("told = None\n")
+    refused(f"{tell} has changed since the imports")
+    refused("PYTHONPATH has a relative folder", cwd=made.folder / "other")
 
 
 def test_after_a_change_of_the_ranks_imports_the_snapshot_is_made_anew(made: Job) -> None:

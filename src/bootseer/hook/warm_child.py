@@ -280,6 +280,8 @@ def _reseed(imports: Imports) -> None:
         threading.main_thread()._set_native_id()
     process = sys.modules.get("multiprocessing.process")
     if process is not None:
+        setattr(process, "ORIGINAL_DIR", os.getcwd())  # noqa: B010 - mypy does not know it
+        process.current_process()._config.pop("tempdir", None)  # the parent deletes it
         process.current_process()._config["authkey"] = process.AuthenticationString(os.urandom(32))
     hub = sys.modules.get("transformers.utils.hub")
     if hasattr(hub, "SESSION_ID"):

@@ -15,7 +15,7 @@ import weakref
 from typing import Any
 
 from bootseer.hook import programs, watch
-from bootseer.hook.warm_reads import RecordingEnviron, record_draws, record_generators, record_names
+from bootseer.hook.warm_reads import RecordingEnviron, record_draws, record_folder, record_generators, record_names
 from bootseer.io import proc
 
 _CLOCK_NS = 20_000_000
@@ -45,6 +45,8 @@ class Imports:
         self.unseeded: list[weakref.ref[random.Random]] = []
         self.variables = dict(os.environ)
         self.reads: dict[str, str] = {}
+        self.folder, self.folder_readers = os.getcwd(), list[str]()
+        """The working folder of the imports, and the modules that read it."""
         self.known = known
         self._cold = {str(name) for name in known.get("cold", {})}
         self._dumped, self._recent_ns = dumped, recent_ns
@@ -58,8 +60,12 @@ class Imports:
         before = self.variables
         began_s, cpu_s = time.monotonic(), time.process_time()
         since_ns = time.time_ns() - _CLOCK_NS
-        os.environ.__class__ = RecordingEnviron
-        stop_recording = [record_draws(self._drawn), record_generators(self.unseeded)]
+        os.environ.__class__ = os.environb.__class__ = RecordingEnviron
+        stop_recording = [
+            record_draws(self._drawn),
+            record_generators(self.unseeded),
+            record_folder(self.folder_readers),
+        ]
         if self._dumped:
             stop_recording.append(record_names(self._named))
         gc.disable()  # imports create hardly any garbage
@@ -69,7 +75,7 @@ class Imports:
             gc.enable()
             for stop in stop_recording:
                 stop()
-            os.environ.__class__ = RecordingEnviron.__base__
+            os.environ.__class__ = os.environb.__class__ = RecordingEnviron.__base__
         # A garbage collection in a copy, above all the one at exit, would write to each of these objects and so copy
         # their pages: 0.5 s of processor time for each rank of the demo.
         gc.freeze()

@@ -22,6 +22,7 @@ import select
 import signal
 import socket
 import time
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from bootseer.hook import programs, warm_child
@@ -66,8 +67,8 @@ def _program_differs(imports: Imports, request: dict[str, Any], folder: str) -> 
     name = programs.differing_variable(set(imports.reads), imports.variables, env)
     if name:
         return _variable_differs(imports, name)
-    if folder != os.getcwd() and not all(map(os.path.isabs, env.get("PYTHONPATH", "/").split(":"))):
-        return "PYTHONPATH has a relative folder, and the program starts in another folder than its launcher"
+    if reason := _folder_differs(imports, folder, env):
+        return reason
     parsed = programs.parse(request["argv"])
     is_module = parsed is not None and parsed[2][0] == "-m"
     if parsed is None or is_module:
@@ -96,6 +97,8 @@ def _launcher_differs(imports: Imports, request: dict[str, Any], folder: str) ->
     name = programs.differing_variable(set(imports.reads) - set_here, own, theirs)
     if name:
         return _variable_differs(imports, name)
+    if reason := _folder_differs(imports, folder, env):
+        return reason
     parsed = programs.parse(request["argv"])
     if parsed is None:
         return "the launcher is not a Python file or module"
@@ -105,6 +108,17 @@ def _launcher_differs(imports: Imports, request: dict[str, Any], folder: str) ->
     own_folder = os.path.dirname(main)
     sets = programs.import_lines(main, own_folder)[1]
     return _may_set(imports, main, sets) or programs.own_module(own_folder)
+
+
+def _folder_differs(imports: Imports, folder: str, env: Mapping[str, str]) -> str:
+    """Why the imports could differ in this working folder."""
+    if folder == imports.folder:
+        return ""
+    if not all(map(os.path.isabs, env.get("PYTHONPATH", "/").split(":"))):
+        return "PYTHONPATH has a relative folder, and the program starts in another folder than its launcher"
+    if imports.folder_readers:
+        return f"{imports.folder_readers[0]} reads the working folder, which is another one than during the imports"
+    return ""
 
 
 def _variable_differs(imports: Imports, name: str) -> str:

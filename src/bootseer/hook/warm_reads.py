@@ -26,6 +26,11 @@ _IGNORED = ("bootseer.", "importlib._bootstrap", "_frozen_importlib")
 """Our own span ids, and extension modules, which have no frame (each copy reseeds numpy's generator)."""
 
 
+_FOLDER_HARMLESS = ("multiprocessing.process", "inspect", "tempfile")
+"""Each copy renews what the first has read (`warm_child`); the second completes names such as `<string>`, which are no
+files; for the third the folder is the last choice, for temporary files."""
+
+
 def _caller(through: tuple[str, ...]) -> str:
     """The module that calls the function that calls this one, through frames of these modules."""
     frame: Any = sys._getframe(2)
@@ -42,8 +47,9 @@ class RecordingEnviron(type(os.environ)):  # type: ignore[misc]
     def __getitem__(self, name: str) -> Any:
         if sys._getframe(1).f_code.co_name != "__iter__":  # `__iter__` records an iteration over all variables
             reader = _caller(_MAPPINGS)
-            if reader != _COPIES_ALL or name.startswith("FSSPEC"):
-                self.reads.setdefault(name, reader)
+            text = os.fsdecode(name)  # `os.environb` has bytes
+            if reader != _COPIES_ALL or text.startswith("FSSPEC"):
+                self.reads.setdefault(text, reader)
         return super().__getitem__(name)
 
     def __iter__(self) -> Any:
@@ -129,6 +135,23 @@ class _Names(tuple[str, ...]):
         if name not in _DROP_NAME:
             self._found.append(name)
         return super().__iter__()
+
+
+def record_folder(found: list[str]) -> Callable[[], None]:
+    """Append to `found` the modules that read the working folder, until the returned function is called."""
+    getcwd = os.getcwd
+
+    def record() -> str:
+        name = _caller(("os", "posixpath", "pathlib", "pathlib._local"))
+        if name not in _FOLDER_HARMLESS and not name.startswith(_IGNORED):
+            found.append(name)
+        return getcwd()
+
+    def end() -> None:
+        os.getcwd = getcwd
+
+    os.getcwd = record
+    return end
 
 
 def record_generators(found: list[weakref.ref[random.Random]]) -> Callable[[], None]:
