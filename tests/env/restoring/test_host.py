@@ -243,12 +243,15 @@ def test_the_folders_of_a_job_that_outlived_its_run_are_left_alone(
     if pid == 0:
         view = show_on_host(setup.at, [str(venv)], changes=tmp_path / "changes")
         if os.fork() == 0:
-            view.enter()
-            os.write(tell, b"1")
-            os.close(start)
-            os.read(go, 1)
-            (venv / "late").write_text("late")
-            os._exit(0 if (venv / "lib" / "module.py").exists() else 1)
+            try:
+                view.enter()
+                os.write(tell, b"1")
+                os.close(start)
+                os.read(go, 1)
+                (venv / "late").write_text("late")
+                os.write(tell, b"1" if (venv / "lib" / "module.py").exists() else b"0")
+            finally:
+                os._exit(0)
         os.read(ready, 1)
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
@@ -257,7 +260,9 @@ def test_the_folders_of_a_job_that_outlived_its_run_are_left_alone(
     show(setup.at, other).close()
     assert said == []
     assert venv.is_dir()
+    os.close(tell)
     os.close(start)
+    assert os.read(ready, 1) == b"1"
 
 
 def test_what_a_process_that_outlives_the_job_writes_is_kept_by_the_next_run(
