@@ -156,10 +156,9 @@ if [[ -n ${REQUIREMENTS:-} ]]; then
     --container-env PIP_NO_INDEX=1 --container-env PIP_FIND_LINKS=/wheels --container-env PIP_QUIET=1)
 fi
 [[ -z ${CHECKPOINT_STRIPED:-} ]] || setup+=(--checkpoint "$CHECKPOINT_STRIPED" --checkpoint-dir "$CHECKPOINTS")
-# Processes are restored from memory where CRIU is at hand.
+# Processes are restored from memory where `make setup` has fetched CRIU.
 criu="$root/.criu"
 dumped='' imports="It also names the modules that the ranks import: one process imports them for both (--warm)."
-[[ -x $criu/criu ]] || criu="$(dirname "$(command -v criu || echo /)")"
 if [[ -x $criu/criu ]]; then
   dumped="At its end, CRIU dumps a process that has imported the ranks' modules (--process-snapshot)."
   imports="That process is restored from memory; torchrun and its ranks are forked from it."

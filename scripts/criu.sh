@@ -22,12 +22,12 @@ say "fetching Debian 13's CRIU into .criu/ (about 20 MB)"
 rm -rf "$work"
 mkdir -p "$work"/{lists,archives,unpacked,new/lib}
 touch "$work/status"
-# The mirror that this machine uses, from apt's lists or, if these were never fetched, by its usual path.
+# The mirror that this machine uses, from apt's lists or, if these were never fetched, by the usual path on it.
 mirror="$({
   apt-get indextargets --format '$(REPO_URI)' 'Created-By: Packages' 'Label: Debian'
   apt-get --print-uris update | sed -nE "s|^'(.*/debian)/+dists/.*|\1|p"
-  echo http://deb.debian.org/debian
 } 2>/dev/null | sed -n 1p)"
+[[ $mirror ]] || { say "apt has no mirror of Debian here; install CRIU 4.1.1 or later by hand"; exit 1; }
 printf 'deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg arch=%s target=Packages] %s trixie main\n' \
   "$(dpkg --print-architecture)" "$mirror" >"$work/sources.list"
 # Read after the machine's own configuration, which may name proxies, but whose hooks must not run. No package counts as

@@ -26,11 +26,14 @@ from bootseer.io import proc
 from bootseer.launch import supervise
 
 RESTORED, MADE, FETCHED, PENDING = "restored", "made", "fetched", "pending"
-"""As long as `PENDING` exists, `RESTORED` may still come."""
+"""As long as `PENDING` exists, `RESTORED` may still come. `artifact.process_snapshots`, which cannot be imported in
+containers, names `FETCHED` too."""
 _PENDING_S = 10.0
 NEW = "new"
 _RESTORE_S, _DUMP_S, _IMPORT_S = 20.0, 60.0, 60.0
 _CONNECT_S = 5.0
+_SAID_S = 10.0
+"""The end of the run says after this time what it waits for."""
 _EARLIER_NS = 2_000_000_000
 """Timestamps of file systems are a few milliseconds behind the clock, those of archives whole seconds."""
 _RECORD_S = 0.1
@@ -153,10 +156,11 @@ def _imported(new: str, known: dict[str, Any], env: Mapping[str, str], enter: Ca
     variables = {name: env[name] for name in env if _KEPT.match(name) or programs.recorded(name)}
     variables |= {name: value for name, value in known["native"].items() if programs.recorded(name)}
     variables |= {"PYTHONPATH": env["PYTHONPATH"]} if "PYTHONPATH" in env else {}
+    began_s = time.monotonic()
     for attempt in range(_TRIES):
         remove(new)
         os.mkdir(new, 0o700)
-        facts = _import(new, known, variables, enter)
+        facts = _import(new, known, variables, enter, began_s)
         read = {name: env[name] for name in facts.get("reads", ()) if name in env}
         if not facts["why_not"] and read.items() <= variables.items():
             return int(facts["pid"])
@@ -220,9 +224,14 @@ def _program(command: Sequence[str], env: Mapping[str, str]) -> list[Any]:
 
 
 def _import(
-    new: str, known: Mapping[str, Any], variables: Mapping[str, str], enter: Callable[[], None] | None
+    new: str,
+    known: Mapping[str, Any],
+    variables: Mapping[str, str],
+    enter: Callable[[], None] | None,
+    began_s: float,
 ) -> dict[str, Any]:
-    """Start the process that imports; returns its facts. Raises `SnapshotError` when it takes too long."""
+    """Start the process that imports; returns its facts. Raises `SnapshotError` when all tries, the first of which was
+    started at `began_s`, take too long."""
     server = os.path.join(os.path.dirname(warm_launcher.__file__), programs.PARENT)
     with open(os.path.join(new, programs.KNOWN), "w") as file:
         json.dump({"schema": programs.SCHEMA, "launchers": {known["launcher"]: known}}, file)
@@ -231,9 +240,12 @@ def _import(
     words = (programs.SNAPSHOT, new, known["launcher"], new, str(recent_ns))
     first = _spawn((known["python"], *known["flags"], server, *words), variables, enter)
     path = os.path.join(new, programs.FACTS)
-    until_s = time.monotonic() + _IMPORT_S
+    until_s, is_said = began_s + _IMPORT_S, time.monotonic() > began_s + _SAID_S
     try:
         while not os.path.exists(path):
+            if not is_said and time.monotonic() > began_s + _SAID_S:
+                supervise.say("making a process snapshot for later starts; Ctrl-C ends the run without it")
+                is_said = True
             if not _importing(new) and not os.path.exists(path):
                 raise SnapshotError("the process with the imports has died")
             _pause(0.02, until_s, f"the imports took longer than {_IMPORT_S:.0f} s")

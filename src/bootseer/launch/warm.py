@@ -23,7 +23,6 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from bootseer.artifact import document
-from bootseer.artifact.owned_folder import OwnedFolder
 from bootseer.artifact.places import cache_root, containers_folder, own_folder, processes_folder, warm_folder
 from bootseer.artifact.workload import workload_key
 from bootseer.errors import BootseerError, PermanentError
@@ -37,6 +36,7 @@ from bootseer.launch.supervise import say
 from bootseer.units import plural
 
 if TYPE_CHECKING:
+    from bootseer.artifact.owned_folder import OwnedFolder
     from bootseer.artifact.process_snapshots import ProcessSnapshot
     from bootseer.launch.command import Options
 
@@ -156,6 +156,8 @@ class WarmStart:
         """Whether the snapshot is to be unpacked beside the start of the command's container."""
         self._process_folder: OwnedFolder | None = None
         if options.process_snapshot:
+            # Imported here: other warm starts need neither.
+            from bootseer.artifact.owned_folder import OwnedFolder
             from bootseer.artifact.process_snapshots import ProcessSnapshot, machine_key
 
             self._process_folder = OwnedFolder.made(containers_folder(cache_root(env)), "process-", _end_criu)
