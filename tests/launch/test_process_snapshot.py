@@ -199,6 +199,16 @@ def test_signals_reach_a_restored_launcher_and_its_end_is_the_runs(made: Job) ->
     assert made.snapshots[0].stat().st_mtime_ns >= before
 
 
+@pytest.mark.root
+def test_a_run_whose_session_is_outside_of_its_pid_namespace(job: Job) -> None:
+    before = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
+    ran = [job.run(before=before) for _ in range(2)]
+    assert [(one.code, one.err, one.warm) for one in ran] == [(0, "", [False] * 2), (0, "", [True] * 2)], ran
+    assert ran[1].refusals == ["", ""]
+    by_exec, restored = ([line["leads"] for line in one.lines if isinstance(line, dict)] for one in ran)
+    assert restored == by_exec
+
+
 def test_the_restart_of_a_restored_launcher_is_warm_too(made: Job) -> None:
     ran = made.run("die=3", options=("--process-snapshot", "--restarts", "1"))
     assert (ran.code, ran.warm, ran.refusals) == (0, [True] * 4, [""] * 4)

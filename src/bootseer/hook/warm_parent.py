@@ -392,6 +392,8 @@ def snapshot(folder: str, launcher: str, target: str, recent_ns: str) -> Any:
         for number in proc.open_files():
             if number > 2:
                 os.close(number)
+        # CRIU dumps no process whose session is that of a process outside of the pid namespace, which the run's may be.
+        os.setsid()
         if _clone_far() > 0:
             os._exit(0)
         warm_child.libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
