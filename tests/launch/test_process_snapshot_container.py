@@ -71,7 +71,7 @@ def test_a_launcher_is_restored_in_another_container_and_on_another_node(
     assert elsewhere.stdout == "True ['/job/launch.py'] None\nTrue True\n", elsewhere.stderr
     assert (again.stderr, elsewhere.stderr) == ("", "")
     warm = [event.attrs for event in events() if event.stage == "warm_start"]
-    assert [attrs["program"] for attrs in warm] == ["the launcher", "child.py"] * 2
+    assert sorted(attrs["program"] for attrs in warm) == ["child.py"] * 2 + ["the launcher"] * 2
     assert not any("why_not" in attrs for attrs in warm)
     for cache in (node.cache, tmp_path / "other"):
         assert list((cache / "containers").iterdir()) == []
