@@ -149,54 +149,77 @@ def test_the_second_of_two_nodes_begins_in_the_middle() -> None:
     ]
 
 
+class Window(PrefetchWindow):
+    """Requests that each begin when the one before has ended."""
+
+    now_s = 0.0
+
+    def end(self, num_bytes: int, seconds: float) -> None:
+        self.note_end(num_bytes, self.now_s, self.now_s + seconds)
+        self.now_s += seconds
+
+
 def test_many_pieces_are_in_flight_on_a_fast_link_and_one_on_a_busy_link() -> None:
-    window = PrefetchWindow()
+    window = Window()
     assert window.size == 1
     for _ in range(100):
-        window.note_end(MIB, 0.004)
+        window.end(MIB, 0.004)
     assert window.size > 16
     assert window.step > 1, "fewer requests to peers"
     for _ in range(10):
-        window.note_end(MIB, 0.2)
+        window.end(MIB, 0.2)
     assert (window.size, window.step) == (1, 1)
-    window.note_end(MIB, 0.00001)
+    window.end(MIB, 0.00001)
     assert window.size == 1, "a read from the cache does not measure the link"
-    window.note_end(0, 0.01)
+    window.end(0, 0.01)
     assert window.size == 1, "nor does a read that was not requested, for lack of space"
-    window.note_end(MIB, 0.05)
+    window.end(MIB, 0.05)
     assert window.size == 2
 
 
+def test_one_moment_in_which_nothing_arrives_halves_the_window_once() -> None:
+    window = Window()
+    for _ in range(40):
+        window.end(MIB, 0.01)
+    before = window.size
+    for number in range(before):
+        window.note_end(MIB, window.now_s, window.now_s + 0.3 + number / 1000)
+    assert window.size == before // 2
+    assert window.pause_s == 0
+    window.note_end(MIB, window.now_s + 0.4, window.now_s + 0.6)
+    assert window.size == before // 4
+
+
 def test_a_slow_link_is_used_without_pauses_until_others_use_it() -> None:
-    window = PrefetchWindow()
+    window = Window()
     for _ in range(3):
-        window.note_end(MIB, 0.25)
+        window.end(MIB, 0.25)
         assert (window.size, window.pause_s) == (1, 0.0)
-    window.note_end(MIB, 1.0)
+    window.end(MIB, 1.0)
     assert window.pause_s == 0.75
-    window.note_end(MIB, 60.0)
+    window.end(MIB, 60.0)
     assert window.pause_s < 5
-    window.note_end(MIB, 0.05)
+    window.end(MIB, 0.05)
     assert window.pause_s == 0
 
 
 def test_with_a_high_latency_many_pieces_are_in_flight() -> None:
-    window = PrefetchWindow()
-    window.note_end(MIB, 0.13)
+    window = Window()
+    window.end(MIB, 0.13)
     assert window.size == 1
-    window.note_end(2000, 0.11)
+    window.end(2000, 0.11)
     for _ in range(40):
-        window.note_end(MIB, 0.13)
+        window.end(MIB, 0.13)
     assert window.size > 16
     for _ in range(10):
-        window.note_end(MIB, 0.3)
+        window.end(MIB, 0.3)
     assert window.size == 1
 
 
 def test_one_slow_short_read_does_not_count_as_latency_of_a_slow_link() -> None:
-    window = PrefetchWindow()
-    window.note_end(2000, 3.0)
-    window.note_end(MIB, 0.17)
+    window = Window()
+    window.end(2000, 3.0)
+    window.end(MIB, 0.17)
     assert window.size == 2
-    window.note_end(MIB, 0.34)
+    window.end(MIB, 0.34)
     assert window.size == 1

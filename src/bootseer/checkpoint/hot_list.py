@@ -132,6 +132,7 @@ class PrefetchWindow:
         """How long to wait before the next request: as long as the last piece was later than the fastest one, because
         others wanted the link meanwhile. So at least half of an idle link is used."""
         self._fastest_s = math.inf
+        self._reduced_s = -math.inf
         self._latency_s = math.inf
         """The shortest time of a short read."""
 
@@ -140,8 +141,9 @@ class PrefetchWindow:
         """How many pieces to request together."""
         return max(self.size // 4, 1)
 
-    def note_end(self, num_bytes: int, seconds: float) -> None:
-        """So many bytes that were requested together arrived, or failed, so long after that. 0: none was requested."""
+    def note_end(self, num_bytes: int, began_s: float, ended_s: float) -> None:
+        """So many bytes that were requested together arrived, or failed. 0: none was requested."""
+        seconds = ended_s - began_s
         if not num_bytes or seconds <= _CACHED_S:
             return
         if num_bytes <= _SHORT_BYTES:
@@ -151,7 +153,11 @@ class PrefetchWindow:
         self._fastest_s = min(self._fastest_s, seconds)
         # Each piece includes it. Without a short read it is unknown: a slow piece may as well mean a busy link.
         latency_s = min(self._latency_s, self._fastest_s) if math.isfinite(self._latency_s) else 0.0
-        self.size = max(self.size // 2, 1) if seconds > latency_s + _TARGET_S else min(self.size + 1, _MAX_WINDOW)
+        if seconds <= latency_s + _TARGET_S:
+            self.size = min(self.size + 1, _MAX_WINDOW)
+        elif began_s >= self._reduced_s:  # not for each of those that one moment without a processor has delayed
+            self.size = max(self.size // 2, 1)
+            self._reduced_s = ended_s
         self.pause_s = min(seconds - self._fastest_s, _MAX_PAUSE_S) if self.size == 1 else 0.0
 
 

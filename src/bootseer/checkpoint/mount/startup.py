@@ -98,7 +98,7 @@ class Startup:
         def ended(num_bytes: int) -> None:
             with self._changed:
                 self._in_flight -= num_pieces
-                self._window.note_end(num_bytes, time.monotonic() - began_s)
+                self._window.note_end(num_bytes, began_s, time.monotonic())
                 self._changed.notify_all()
 
         with self._changed:
