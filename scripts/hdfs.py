@@ -29,7 +29,7 @@ _START_S = 300.0
 _STOP_S = 30.0
 _MOST = 100_000
 _IS_BRIEF = os.environ.get("BOOTSEER_HDFS_BRIEF") == "1"
-"""Set by tests, whose servers run for seconds: Java then compiles less."""
+"""Set by tests and the demo, whose servers run for a short time: Java then compiles less."""
 
 
 def main() -> int:
