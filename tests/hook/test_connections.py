@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -59,19 +60,55 @@ def startup(*marks: tuple[str, int, dict[str, Any]], torch: str = "2.13.0") -> S
     return StartupSpans(Key("job", 0, 0), "first", {"a": NodeSpans("a", spans, instants)}, {})
 
 
-def test_the_rank_for_which_all_others_waited_is_named() -> None:
+def test_the_rank_for_which_all_others_waited_is_named_for_each_slow_group() -> None:
+    names = {"group_names": "data\n\nexpert", "group_keys": "10 0 30", "keys": 40}
     lines = connection_lines(
         startup(
-            ("ranks_connected", 0, {"groups": 5, "groups_s": 12.0, "slowest": "expert", "slowest_s": 3.0, "keys": 40}),
-            ("ranks_connected", 1, {"groups": 5, "groups_s": 11.0}),
-            ("ranks_connected", 2, {"groups": 5, "groups_s": 0.1}),
+            ("ranks_connected", 0, {"groups": 3, "groups_s": 4.2, "group_ms": "1200 0 3000", **names}),
+            ("ranks_connected", 1, {"groups": 3, "groups_s": 4.1, "group_ms": "1100 1500 1500"}),
+            ("ranks_connected", 2, {"groups": 3, "groups_s": 0.1, "group_ms": "50 0 50"}),
         )
     )
     assert lines == [
-        "creating 5 process groups after the first took 12.0 s on a rank 0; a rank 2 arrived last, and waited 0.10 s",
-        "the slowest group: expert, 3.00 s on a rank 0",
+        "creating 3 process groups after the first took 4.20 s on a rank 0; a rank 2 came last, and waited 0.10 s",
+        "process group expert: 3.00 s on a rank 0; a rank 2 came last, and waited 0.05 s; 30 keys in the store then",
+        "process group number 2: 1.50 s on a rank 1; a rank 0 came last, and waited 0.00 s",
+        "process group data: 1.20 s on a rank 0; a rank 2 came last, and waited 0.05 s; 10 keys in the store then",
         "40 keys in the store after the first collective",
     ]
+
+
+GROUPS = """
+import time
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.new_group([0], group_desc="quick")
+time.sleep(1.5 * dist.get_rank())
+dist.new_group([0, 1], group_desc="expert")
+dist.barrier()
+"""
+
+
+@pytest.mark.torch
+@pytest.mark.skipif(find_spec("torch") is None, reason="PyTorch is not installed")
+def test_a_rank_that_creates_a_group_late_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(GROUPS)
+    env = {**os.environ, "BOOTSEER_SPOOL": str(tmp_path / "spool")}
+    bootseer = [sys.executable, "-m", "bootseer"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    ran = subprocess.run(
+        [*bootseer, "run", "--job", "grouped", "--", *torchrun, str(tmp_path / "job.py")],
+        env=env, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    told = subprocess.run([*bootseer, "report", "grouped", "--json"], env=env, capture_output=True, check=True)
+    whole, expert, keys = json.loads(told.stdout)["connections"]
+    assert whole.startswith("creating 2 process groups after the first took 1.")
+    took, last, in_store = expert.split("; ")
+    assert re.fullmatch(r"process group expert: 1\.\d\d s on \S+ rank 0", took)
+    assert re.fullmatch(r"\S+ rank 1 came last, and waited 0\.\d\d s", last)
+    assert re.fullmatch(r"\d+ keys in the store then", in_store)
+    assert keys.endswith("keys in the store after the first collective")
 
 
 def test_settings_known_to_be_slow_for_many_ranks_are_reported() -> None:
@@ -90,5 +127,6 @@ def test_settings_known_to_be_slow_for_many_ranks_are_reported() -> None:
 
 def test_events_with_invalid_attributes_are_read() -> None:
     odd = {"seconds": "x", "groups": [1], "groups_s": True, "nccl": 7, "somaxconn": -1, "world_size": "8", "keys": None}
+    odd |= {"group_ms": "-1 x 9e9", "group_names": 7, "group_keys": ["\n"]}
     stages = ("store_connected", "reverse_dns", "ranks_connected", "rank_known")
     assert connection_lines(startup(*((stage, 0, odd) for stage in stages), torch="new")) == []

@@ -18,12 +18,15 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-from bootseer.hook.state import active, guarded
+from bootseer.hook.state import State, active, guarded
 from bootseer.hook.wrap import replace, replace_decorated
 from bootseer.trace.event import INSTANT
 from bootseer.trace.tracer import Tracer
 
 _SLOW_S = 1.0
+_MAX_GROUPS = 100
+"""Recorded one by one; an event's attributes have 1,024 characters."""
+_MAX_NAME = 40
 
 
 def _timed(note: Callable[[tuple[Any, ...], Mapping[str, Any], float], object]) -> Callable[..., Any]:
@@ -69,23 +72,29 @@ def _time_reverse_dns(tracer: Tracer, host: str) -> None:
 
 
 def mark_groups(c10d: ModuleType) -> None:
-    """Count process groups after the first, and record the slowest.
+    """Record how long each process group after the first takes.
 
     They are not stages, because a rank that waits for another one would count as slow. They are not barriers, because
     it depends on the backend whether the ranks wait for each other.
     """
     for name in ("new_group", "split_group"):
-        replace_decorated(getattr(c10d, name, None), _timed(_note_group))
+        replace_decorated(getattr(c10d, name, None), _timed(functools.partial(_note_group, c10d)))
 
 
 @guarded
-def _note_group(args: tuple[Any, ...], kwargs: Mapping[str, Any], took_s: float) -> None:
+def _note_group(c10d: ModuleType, args: tuple[Any, ...], kwargs: Mapping[str, Any], took_s: float) -> None:
     state = active()
     if state is not None:
-        name = str(kwargs.get("group_desc") or "")
-        state.groups += 1
-        state.groups_s += took_s
-        state.slowest_group = max(state.slowest_group, (took_s, name or f"number {state.groups}"))
+        name = str(kwargs.get("group_desc") or "").replace("\n", " ")[:_MAX_NAME]
+        state.groups.append((name, took_s, _num_keys(c10d, state) if len(state.groups) < _MAX_GROUPS else 0))
+
+
+def _num_keys(c10d: ModuleType, state: State) -> int:
+    """Keys in the store, for rank 0 only; 0 if unknown."""
+    if state.tracer.identity.rank == 0:
+        with contextlib.suppress(Exception):
+            return int(c10d._get_default_store().num_keys())
+    return 0
 
 
 @guarded
@@ -94,17 +103,19 @@ def ranks_connected(c10d: ModuleType) -> None:
     state = active()
     if state is None:
         return
-    facts: dict[str, Any] = {"groups": state.groups, "groups_s": round(state.groups_s, 3)}
-    if state.groups:
-        took_s, facts["slowest"] = state.slowest_group
-        facts["slowest_s"] = round(took_s, 3)
+    groups = state.groups
+    facts: dict[str, Any] = {"groups": len(groups), "groups_s": round(sum(took_s for _, took_s, _ in groups), 3)}
+    if groups:
+        facts["group_ms"] = " ".join(str(round(1000 * took_s)) for _, took_s, _ in groups[:_MAX_GROUPS])
     if state.tracer.identity.rank == 0:
+        if groups:
+            facts["group_names"] = "\n".join(name for name, _, _ in groups[:_MAX_GROUPS])
+            facts["group_keys"] = " ".join(str(keys) for _, _, keys in groups[:_MAX_GROUPS])
         facts["libuv"] = os.environ.get("USE_LIBUV", "1") != "0"
         facts["open_files"] = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         with contextlib.suppress(Exception), open("/proc/sys/net/core/somaxconn", "rb") as file:
             facts["somaxconn"] = int(file.read())
-        with contextlib.suppress(Exception):
-            facts["keys"] = int(c10d._get_default_store().num_keys())
+        facts["keys"] = _num_keys(c10d, state)
         with contextlib.suppress(Exception):
             if "nccl" in str(c10d.get_backend()):
                 facts["nccl"] = ".".join(map(str, importlib.import_module("torch.cuda.nccl").version()))

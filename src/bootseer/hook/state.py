@@ -37,9 +37,9 @@ class State:
         self.optimizer: object = None
         self.undo: list[Callable[[], Any]] = []
         self.collective_undo: list[Callable[[], Any]] = []
-        self.groups, self.groups_s = 0, 0.0
-        """Number of process groups after the first, and the seconds that they took."""
-        self.slowest_group = 0.0, ""
+        self.groups: list[tuple[str, float, int]] = []
+        """For each process group after the first: its name, the seconds that it took, and the keys in the store then,
+        if known."""
         self.began = False
         self.compiled = False
         self.forward_undo: Callable[[], Any] | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from typing import Any, Final
 
 from bootseer.report.analysis.spans import Span, StartupSpans
@@ -14,6 +15,7 @@ _SLOW_NAME_S: Final = 0.25
 _MANY: Final = 64
 """With fewer ranks their number does not matter."""
 _MORE_FILES: Final = 1000
+_MOST_GROUPS: Final = 5
 
 
 def connection_lines(startup: StartupSpans) -> list[str]:
@@ -47,18 +49,34 @@ def _stores(startup: StartupSpans) -> Iterator[str]:
 
 def _groups(connected: Sequence[Span]) -> Iterator[str]:
     """Creating a group is a barrier: all ranks wait for the last one, which itself waits least."""
-    most, least = max(connected, key=_waited, default=None), min(connected, key=_waited, default=None)
-    if most is None or least is None or _waited(most) < _SLOW_S:
+    waits = [(_number(mark.attrs.get("groups_s")), mark) for mark in connected]
+    if not waits or max(waits, key=_wait)[0] < _SLOW_S:
         return
-    number = int(_number(most.attrs.get("groups")))
-    took = format_seconds(_waited(most))
-    line = f"creating {plural(number, 'process group')} after the first took {took} on {_rank_name(most)}"
-    if _waited(least) < _waited(most) / 4:
-        line += f"; {_rank_name(least)} arrived last, and waited {format_seconds(_waited(least))}"
-    yield line
-    slowest = max(connected, key=lambda mark: _number(mark.attrs.get("slowest_s")))
-    seconds = _number(slowest.attrs.get("slowest_s"))
-    yield f"the slowest group: {slowest.attrs.get('slowest')}, {format_seconds(seconds)} on {_rank_name(slowest)}"
+    number = max(int(_number(mark.attrs.get("groups"))) for mark in connected)
+    yield f"creating {plural(number, 'process group')} after the first took {_longest_and_last(waits)}"
+    first = next((mark for mark in connected if mark.rank == 0), connected[0])
+    names, keys = str(first.attrs.get("group_names") or "").split("\n"), _numbers(first, "group_keys")
+    each: dict[int, list[tuple[float, Span]]] = {}
+    for mark in connected:
+        # All ranks create the same groups in the same order, as PyTorch demands.
+        for place, wait_ms in enumerate(_numbers(mark, "group_ms")):
+            each.setdefault(place, []).append((wait_ms / 1000, mark))
+    slowest = sorted(each, key=lambda place: -max(each[place], key=_wait)[0])
+    for place in slowest[:_MOST_GROUPS]:
+        if max(each[place], key=_wait)[0] >= _SLOW_S:
+            name = (names[place] if place < len(names) else "") or f"number {place + 1}"
+            line = f"process group {name}: {_longest_and_last(each[place])}"
+            known = keys[place] if place < len(keys) else 0
+            yield f"{line}; {plural(known, 'key')} in the store then" if known else line
+
+
+def _longest_and_last(waits: Sequence[tuple[float, Span]]) -> str:
+    """The longest wait, and the rank for which the others waited."""
+    (longest_s, waiting), (shortest_s, last) = max(waits, key=_wait), min(waits, key=_wait)
+    line = f"{format_seconds(longest_s)} on {_rank_name(waiting)}"
+    if shortest_s < longest_s / 4:
+        line += f"; {_rank_name(last)} came last, and waited {format_seconds(shortest_s)}"
+    return line
 
 
 def _settings(startup: StartupSpans, ranks: int, first: dict[str, Any]) -> Iterator[str]:
@@ -96,9 +114,15 @@ def _seconds(mark: Span) -> float:
     return _number(mark.attrs.get("seconds"))
 
 
-def _waited(mark: Span) -> float:
-    return _number(mark.attrs.get("groups_s"))
+def _wait(one: tuple[float, Span]) -> float:
+    return one[0]
 
 
 def _number(value: object) -> float:
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0 else 0.0
+
+
+def _numbers(mark: Span, name: str) -> list[int]:
+    """Numbers separated by spaces; those before the first wrong one."""
+    words = str(mark.attrs.get(name) or "").split()
+    return [int(word) for word in takewhile(lambda word: re.fullmatch(r"[0-9]{1,9}", word), words)]
