@@ -84,7 +84,7 @@ def mark_groups(c10d: ModuleType) -> None:
 @guarded
 def _note_group(c10d: ModuleType, args: tuple[Any, ...], kwargs: Mapping[str, Any], took_s: float) -> None:
     state = active()
-    if state is not None:
+    if state is not None and state.groups is not None:
         name = str(kwargs.get("group_desc") or "").replace("\n", " ")[:_MAX_NAME]
         state.groups.append((name, took_s, _num_keys(c10d, state) if len(state.groups) < _MAX_GROUPS else 0))
 
@@ -101,9 +101,9 @@ def _num_keys(c10d: ModuleType, state: State) -> int:
 def ranks_connected(c10d: ModuleType) -> None:
     """Called after the first collective: write what is known of the connections."""
     state = active()
-    if state is None:
+    if state is None or state.groups is None:
         return
-    groups = state.groups
+    groups, state.groups = state.groups, None
     facts: dict[str, Any] = {"groups": len(groups), "groups_s": round(sum(took_s for _, took_s, _ in groups), 3)}
     if groups:
         facts["group_ms"] = " ".join(str(round(1000 * took_s)) for _, took_s, _ in groups[:_MAX_GROUPS])

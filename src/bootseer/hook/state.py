@@ -37,9 +37,9 @@ class State:
         self.optimizer: object = None
         self.undo: list[Callable[[], Any]] = []
         self.collective_undo: list[Callable[[], Any]] = []
-        self.groups: list[tuple[str, float, int]] = []
+        self.groups: list[tuple[str, float, int]] | None = []
         """For each process group after the first: its name, the seconds that it took, and the keys in the store then,
-        if known."""
+        if known. None after the first collective."""
         self.began = False
         self.compiled = False
         self.forward_undo: Callable[[], Any] | None = None
