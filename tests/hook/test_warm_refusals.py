@@ -65,6 +65,25 @@ def test_an_import_that_does_more_than_define_keeps_the_parent_from_being_copied
         assert launcher.reasons()[1:] == [""]
 
 
+def test_programs_of_an_environment_with_a_sitecustomize_are_started_by_exec(launcher: Launcher):
+    """It may read the rank's variables."""
+    launcher.write("sitecustomize.py", "import os\nos.environ['SEEN'] = str(os.environ.get('LOCAL_RANK'))")
+    launcher.before = "os.environ['LOCAL_RANK'] = '5'"
+    launcher.env["PYTHONPATH"] = f"{HOOK}/path:{launcher.folder}"
+    (launcher.folder / "job").mkdir()
+    launcher.remember(launcher.write("job/child.py", "import os\nprint(os.environ['SEEN'])"))
+    assert launcher.run((["job/child.py"], {})) == [(0, "5\n", "")]
+    (told,) = launcher.told()
+    assert told["why_not"] == "the environment has a sitecustomize, which Python runs at the start of each process"
+    assert told["unfit"]
+
+
+def test_a_second_refused_module_leaves_out_the_package():
+    assert programs.left_out("rich.align", []) == "rich.align"
+    assert programs.left_out("rich.align", ["richer", "rich.text"]) == "rich"
+    assert programs.left_out("torch.cuda", ["torch.mps"]) == "torch.cuda"
+
+
 def test_the_library_of_a_driver_may_be_mapped_as_long_as_no_device_is_open(
     launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -209,6 +209,18 @@ def test_a_run_whose_session_is_outside_of_its_pid_namespace(job: Job) -> None:
     assert restored == by_exec
 
 
+def become_batch() -> None:
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    resource.setrlimit(resource.RLIMIT_STACK, (32 << 20, resource.getrlimit(resource.RLIMIT_STACK)[1]))
+
+
+def test_with_another_scheduling_policy_or_stack_size_the_snapshot_is_made_anew(made: Job) -> None:
+    (ran, again) = (made.run(preexec_fn=become_batch) for _ in range(2))
+    assert ran.warm[0] is False
+    assert ran.refusals[0].endswith("other rights or limits than this start: scheduling policy, stack size")
+    assert (again.warm, again.err) == ([True, True], "")
+
+
 def test_the_restart_of_a_restored_launcher_is_warm_too(made: Job) -> None:
     ran = made.run("die=3", options=("--process-snapshot", "--restarts", "1"))
     assert (ran.code, ran.warm, ran.refusals) == (0, [True] * 4, [""] * 4)

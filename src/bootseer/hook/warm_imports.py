@@ -57,6 +57,8 @@ class Imports:
     def load(self) -> None:
         """Import all modules of the record, and store what requests are compared with. Raises `UnfitError`."""
         watch.prepare()
+        if name := _customization():
+            raise UnfitError(f"the environment has a {name}, which Python runs at the start of each process")
         before = self.variables
         began_s, cpu_s = time.monotonic(), time.process_time()
         since_ns = time.time_ns() - _CLOCK_NS
@@ -201,6 +203,17 @@ def _state() -> dict[str, Any]:
 
 
 _DEVICES = ("/dev/nvidia", "/dev/kfd")
+
+
+def _customization() -> str:
+    """The name of the user's module that Python has run before the program, and would run in each rank with the rank's
+    variables; empty without one. One in the standard library's folder is the distribution's, as on Ubuntu."""
+    harmless = (os.path.join(os.path.dirname(os.path.abspath(__file__)), "path"), os.path.dirname(os.__file__))
+    for name in ("sitecustomize", "usercustomize"):
+        origin = getattr(getattr(sys.modules.get(name), "__spec__", None), "origin", None)
+        if isinstance(origin, str) and os.path.dirname(origin) not in harmless:
+            return name
+    return ""
 
 
 def unfit() -> str:

@@ -18,6 +18,7 @@ if __name__ == "__main__" and not sys.flags.safe_path:  # modules in this folder
 import contextlib
 import marshal
 import os
+import resource
 import select
 import signal
 import socket
@@ -44,18 +45,22 @@ _SAME_LINKS = ("root", "exe", "ns/mnt", "ns/net", "ns/user", "ns/ipc", "ns/uts",
 
 
 def _rights_differ(other: int) -> list[str]:
-    """In which rights this process differs from another one."""
+    """In which rights, and settings that copies cannot get, this process differs from another one."""
     ours, theirs = proc.status(), proc.status(other)
     changed = [name for name in _SAME_STATUS if ours.get(name) != theirs.get(name)]
-    return changed + [name for name in _SAME_FILES if proc.read("self", name) != proc.read(other, name)]
+    changed += [name for name in _SAME_FILES if proc.read("self", name) != proc.read(other, name)]
+    if os.sched_getscheduler(0) != os.sched_getscheduler(other):
+        changed.append("scheduling policy")
+    # The C library reads it when a program starts: threads get a stack of this size.
+    if resource.getrlimit(resource.RLIMIT_STACK)[0] != resource.prlimit(other, resource.RLIMIT_STACK)[0]:
+        changed.append("stack size")
+    return changed
 
 
 def _privileges_differ(request: dict[str, Any], launcher: int) -> str:
     """Changes that the launcher made to its own process since its start and that copies cannot get."""
     changed = _rights_differ(launcher)
     changed += [name for name in _SAME_LINKS if proc.link("self", name) != proc.link(launcher, name)]
-    if os.sched_getscheduler(0) != os.sched_getscheduler(launcher):
-        changed.append("scheduling policy")
     if not request["session"] and (os.getsid(0), os.getpgid(0)) != (os.getsid(launcher), os.getpgid(launcher)):
         changed.append("session or process group")
     return f"the launcher has changed since its start: {', '.join(changed)}" if changed else ""
@@ -357,7 +362,7 @@ class Server:
             os.write(number, text)
         differing = _rights_differ(above)
         if differing:
-            self._reason = f"the process snapshot has other rights than this start: {', '.join(differing)}"
+            self._reason = f"the process snapshot has other rights or limits than this start: {', '.join(differing)}"
         _forget_node()
         return self.serve()
 

@@ -15,6 +15,7 @@ import contextlib
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import time
@@ -127,6 +128,7 @@ def record(
     try:
         known, is_script = _known(env, command)
         now = [known[name] for name in ("program", "flags", "native", "telling")]
+        now += [os.sched_getscheduler(0), resource.getrlimit(resource.RLIMIT_STACK)[0]]
         if now == basis:
             return
         from bootseer.machine.criu import find_criu  # imports what a restore does without
@@ -169,7 +171,8 @@ def _imported(new: str, known: dict[str, Any], env: Mapping[str, str], enter: Ca
         if facts["why_not"]:
             if facts.get("module") in ("", None, *programs.NEVER_WHOLE) or attempt == _TRIES - 1:
                 raise SnapshotError(facts["why_not"])
-            known["cold"] = {**known["cold"], facts["module"]: facts["why_not"]}  # the ranks import it themselves
+            # The ranks import it themselves.
+            known["cold"] = {**known["cold"], programs.left_out(facts["module"], known["cold"]): facts["why_not"]}
             continue
         secret = next((name for name, value in read.items() if is_secret(name, value)), "")
         if secret:

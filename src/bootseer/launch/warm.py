@@ -26,7 +26,7 @@ from bootseer.artifact import document
 from bootseer.artifact.places import cache_root, containers_folder, own_folder, processes_folder, warm_folder
 from bootseer.artifact.workload import workload_key
 from bootseer.errors import BootseerError, PermanentError
-from bootseer.hook.programs import KNOWN, MAX_BYTES, NEVER_WHOLE, RECORD, SCHEMA, recorded
+from bootseer.hook.programs import KNOWN, MAX_BYTES, RECORD, SCHEMA, left_out, recorded
 from bootseer.io import proc
 from bootseer.io.files import replace_file
 from bootseer.launch.observers import COMMAND_ENDED, StartReport, reporting_errors
@@ -108,11 +108,7 @@ def merge_records(known: Known, records: Iterable[Record], refusals: Iterable[Ma
                 # Its files may have come slowly. The second time an import hangs, for which each start would wait.
                 launchers[name] = replace(one, cold={**one.cold, _LATE: reason})
             elif module and len(one.cold) < _MAX_COLD:
-                # A second refused module of a package: leave out all of it, not one more module each start.
-                package = module.partition(".")[0]
-                if package not in NEVER_WHOLE and any(cold.partition(".")[0] == package for cold in one.cold):
-                    module = package
-                launchers[name] = replace(one, cold={**one.cold, module: reason})
+                launchers[name] = replace(one, cold={**one.cold, left_out(module, one.cold): reason})
             elif (late or refusal.get("unfit") is True) and not module:
                 launchers[name] = replace(one, never=reason)
     return Known(dict(list(launchers.items())[-_MAX_RECORDS:]))
