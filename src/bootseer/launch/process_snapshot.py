@@ -26,9 +26,9 @@ from bootseer.hook import programs, warm_launcher
 from bootseer.io import proc
 from bootseer.launch import supervise
 
-RESTORED, MADE, FETCHED, PENDING = "restored", "made", "fetched", "pending"
-"""As long as `PENDING` exists, `RESTORED` may still come. `artifact.process_snapshots`, which cannot be imported in
-containers, names `FETCHED` too."""
+RESTORED, MADE, FETCHED, PENDING, REFUSED = "restored", "made", "fetched", "pending", "refused"
+"""As long as `PENDING` exists, `RESTORED` may still come. `REFUSED` has what a snapshot depends on that cannot be made.
+`artifact.process_snapshots`, which cannot be imported in containers, names `FETCHED` too."""
 _PENDING_S = 10.0
 NEW = "new"
 _RESTORE_S, _DUMP_S, _IMPORT_S = 20.0, 60.0, 60.0
@@ -56,6 +56,10 @@ _NEWNS = 0x0002_0000
 
 class SnapshotError(Exception):
     """There is no process snapshot; the text is the reason."""
+
+
+class RefusedError(SnapshotError):
+    """None can be made for these ranks: it is not tried at the end of each run."""
 
 
 def is_secret(name: str, value: str) -> bool:
@@ -129,7 +133,7 @@ def record(
         known, is_script = _known(env, command)
         now = [known[name] for name in ("program", "flags", "native", "telling")]
         now += [os.sched_getscheduler(0), resource.getrlimit(resource.RLIMIT_STACK)[0]]
-        if now == basis:
+        if now in (basis, _refused(folder)):
             return
         from bootseer.machine.criu import find_criu  # imports what a restore does without
 
@@ -143,6 +147,13 @@ def record(
         facts = {"pid": pid, "program": _program(command, env), "start": start, "basis": now}
         programs.write_facts(new, facts)
         os.rename(new, os.path.join(folder, MADE))
+    except RefusedError:
+        with contextlib.suppress(OSError):
+            os.makedirs(new, exist_ok=True)
+            with open(os.path.join(new, REFUSED), "w") as file:
+                json.dump(now, file)
+            os.replace(os.path.join(new, REFUSED), os.path.join(folder, REFUSED))
+        raise
     except (OSError, LookupError, ValueError, TypeError, supervise.StartError) as error:
         if basis is not None and isinstance(error, LookupError):
             return  # this start has recorded nothing
@@ -169,16 +180,24 @@ def _imported(new: str, known: dict[str, Any], env: Mapping[str, str], enter: Ca
         if "pid" in facts:
             _end(facts["pid"])
         if facts["why_not"]:
-            if facts.get("module") in ("", None, *programs.NEVER_WHOLE) or attempt == _TRIES - 1:
+            if facts.get("module") in ("", *programs.NEVER_WHOLE):
+                raise RefusedError(facts["why_not"])
+            if facts.get("module") is None or attempt == _TRIES - 1:
                 raise SnapshotError(facts["why_not"])
             # The ranks import it themselves.
             known["cold"] = {**known["cold"], programs.left_out(facts["module"], known["cold"]): facts["why_not"]}
             continue
         secret = next((name for name, value in read.items() if is_secret(name, value)), "")
         if secret:
-            raise SnapshotError(f"imports read {secret}, which a memory image must not contain")
+            raise RefusedError(f"imports read {secret}, which a memory image must not contain")
         variables |= read
     raise SnapshotError("the imports read other variables each time")
+
+
+def _refused(folder: str) -> Any:
+    with contextlib.suppress(OSError, ValueError), open(os.path.join(folder, REFUSED), "rb") as file:
+        return json.loads(file.read(programs.MAX_BYTES))
+    return None
 
 
 def remove(folder: str) -> None:

@@ -13,6 +13,7 @@ import mmap
 import os
 import re
 import signal
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -30,7 +31,7 @@ from bootseer.hook.programs import KNOWN, MAX_BYTES, RECORD, SCHEMA, left_out, r
 from bootseer.io import proc
 from bootseer.io.files import replace_file
 from bootseer.launch.observers import COMMAND_ENDED, StartReport, reporting_errors
-from bootseer.launch.process_snapshot import MADE, NEW, PENDING, RESTORED, is_secret
+from bootseer.launch.process_snapshot import MADE, NEW, PENDING, REFUSED, RESTORED, is_secret
 from bootseer.launch.session import Session
 from bootseer.launch.supervise import say
 from bootseer.units import plural
@@ -43,8 +44,10 @@ if TYPE_CHECKING:
 EVENT = "warm_start"
 _MAX_RECORDS = 16
 _MAX_KEPT = 400
-"""Files, two for each job; the oldest are deleted."""
+"""Files, two or three for each job; the oldest are deleted."""
 _MAX_COLD = 64
+_REFUSED_S = 86400.0
+"""A process snapshot that cannot be made is tried again after this time: packages may have changed."""
 _LATE = ""
 """Among the modules of `Record.cold`: a warm parent did not answer in time."""
 _SHORTEST_SECRET = 6
@@ -144,6 +147,7 @@ class WarmStart:
         self._path = warm_folder(cache_root(env)) / name
         self.shared_path = self._path.with_suffix(".shared")
         """The part shared with other nodes."""
+        self._refused = self._path.with_suffix(".refused")
         self.report = StartReport(session, self._save)
         """Saves what this start imported."""
         self.process: ProcessSnapshot | None = None
@@ -157,6 +161,10 @@ class WarmStart:
             from bootseer.artifact.process_snapshots import ProcessSnapshot, machine_key
 
             self._process_folder = OwnedFolder.made(containers_folder(cache_root(env)), "process-", _end_criu)
+            with suppress(FileNotFoundError):
+                if time.time() - self._refused.stat().st_mtime > _REFUSED_S:
+                    self._refused.unlink()
+                (self._process_folder.path / REFUSED).write_bytes(self._refused.read_bytes())
             path = processes_folder(cache_root(env)) / f"{self._path.stem}-{machine_key()}"
             self.process = ProcessSnapshot(path, self._process_folder.path / RESTORED, say)
 
@@ -206,6 +214,10 @@ class WarmStart:
     def _keep_process(self) -> None:
         """Store the process snapshot that this run made, unless it contains a secret."""
         made = Path(self.process_folder, MADE)
+        with suppress(FileNotFoundError):
+            refused = _read(Path(self.process_folder, REFUSED))
+            if not self._refused.exists() or refused != self._refused.read_bytes():
+                replace_file(self._refused, refused)
         if self.process is None or not made.is_dir():
             return
         secrets = [(name, value) for name, value in self._env.items() if is_secret(name, value)]
@@ -255,15 +267,17 @@ class WarmStart:
         found = []
         for path in sorted(self._folder.glob(f"{RECORD}*.json"))[:_MAX_RECORDS]:
             try:
-                # It may be a link or a named pipe.
-                opened = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-                with os.fdopen(opened, "rb") as file:
-                    data = file.read(MAX_BYTES + 1)
-                found.append(document.decode(data, Record, "record of imports", limit=MAX_BYTES, schema=SCHEMA))
+                found.append(document.decode(_read(path), Record, "record of imports", limit=MAX_BYTES, schema=SCHEMA))
                 path.unlink()
             except (BootseerError, OSError) as error:
                 say(f"what the program imported is not recorded: {error}")
         return found
+
+
+def _read(path: Path) -> bytes:
+    """A file of the job's processes, which may be a link, which is an error, or a named pipe, which is empty."""
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        return file.read(MAX_BYTES + 1)
 
 
 def _end_criu(folder: Path) -> None:
