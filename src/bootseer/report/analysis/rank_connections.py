@@ -53,7 +53,8 @@ def _groups(connected: Sequence[Span]) -> Iterator[str]:
     if not waits or max(waits, key=_wait)[0] < _SLOW_S:
         return
     number = max(int(_number(mark.attrs.get("groups"))) for mark in connected)
-    yield f"creating {plural(number, 'process group')} after the first took {_longest_and_last(waits)}"
+    if number > 1:
+        yield f"creating {plural(number, 'process group')} after the first took {_longest_and_last(waits)}"
     first = next((mark for mark in connected if mark.rank == 0), connected[0])
     names, keys = str(first.attrs.get("group_names") or "").split("\n"), _numbers(first, "group_keys")
     each: dict[int, list[tuple[float, Span]]] = {}
