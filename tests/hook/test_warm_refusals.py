@@ -78,6 +78,23 @@ def test_programs_of_an_environment_with_a_sitecustomize_are_started_by_exec(lau
     assert told["unfit"]
 
 
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ("os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))", "scheduling policy"),
+        (
+            "resource.setrlimit(resource.RLIMIT_STACK, (4 << 20, resource.getrlimit(resource.RLIMIT_STACK)[1]))",
+            "stack size",
+        ),
+    ],
+)
+def test_a_launcher_that_has_changed_what_a_copy_cannot_get(launcher: Launcher, change: str, what: str):
+    launcher.before = f"import resource\n{change}"
+    launcher.remember(launcher.write("child.py", "print('ran')"))
+    assert launcher.run((["child.py"], {})) == [(0, "ran\n", "")]
+    assert launcher.reasons() == [f"the launcher has changed since its start: {what}"]
+
+
 def test_a_second_refused_module_leaves_out_the_package():
     assert programs.left_out("rich.align", []) == "rich.align"
     assert programs.left_out("rich.align", ["richer", "rich.text"]) == "rich"
