@@ -246,12 +246,12 @@ class Scheduler(Routed):
         settings = self._settings
         if len(self.running) >= settings.max_requests:
             return True
+        limit = origin.pace.limit
+        if origin is self._peers:
+            limit = settings.total_peer_requests - settings.reserved_peer_requests
         most_bytes, room, _ = self._prefetch_bytes(origin, window_bytes)
-        if room < most_bytes and origin.num_prefetch > 0:  # better a full-sized request a little later
-            return True
-        if origin is not self._peers:
-            return origin.num_running >= origin.pace.limit
-        return origin.num_running >= settings.total_peer_requests - settings.reserved_peer_requests
+        is_small = room < most_bytes and origin.num_prefetch > 0  # better a full-sized request a little later
+        return is_small or origin.num_running >= limit
 
     def _start_hedges(self, now: float) -> None:
         late = sorted((self.wanted[key].late_at, key) for key in self.demanded if self.wanted[key].late_at <= now)

@@ -158,15 +158,15 @@ def read_records(folder: str) -> list[dict[str, Any]]:
     return found
 
 
-_CHANGED_BY_SHELLS = ("_", "PWD", "OLDPWD", "SHLVL")
-
-
 def left_out(module: str, cold: Collection[str]) -> str:
     """What imports leave out because of this refused module: when `cold` has another one of its package, all of the
     package, instead of one more module each time."""
     package = module.partition(".")[0]
     is_second = any(name.partition(".")[0] == package for name in cold)
     return package if is_second and package not in NEVER_WHOLE else module
+
+
+_CHANGED_BY_SHELLS = ("_", "PWD", "OLDPWD", "SHLVL")
 
 
 def is_own(name: str) -> bool:

@@ -212,7 +212,7 @@ class WarmStart:
             self._process_folder.remove()
 
     def _keep_process(self) -> None:
-        """Store the process snapshot that this run made, unless it contains a secret."""
+        """Store the process snapshot that this run made, unless it contains a secret, or that none can be made."""
         made = Path(self.process_folder, MADE)
         with suppress(FileNotFoundError):
             refused = _read(Path(self.process_folder, REFUSED))
