@@ -1,10 +1,10 @@
 """What does it cost a node to serve its peers, and are two interfaces twice as fast as one?
 
-The server: one process, 64 connections (its limit of 32 is raised for it), a file of 256 KiB blocks in memory. The
-client discards the data (`MSG_TRUNC`), which costs little. The baseline is threads that only call sendfile. The
-interfaces: a service in a network namespace with two links, each limited by the kernel's tbf; a fetcher on the other
-side pulls a block file, over one link and over both. The send limit: one connection to a server with a limit, alone and
-beside idle connections.
+The server: one process, 64 connections (its limit of 32 is raised for it), a file in memory, requests for one block and
+for what a node requests on average. The client discards the data (`MSG_TRUNC`), which costs little. The baselines are
+nginx, if it is installed, and threads that only call sendfile. The interfaces: a service in a network namespace with
+two links, each limited by the kernel's tbf; a fetcher on the other side pulls a block file, over one link and over
+both. The send limit: one connection to a server with a limit, alone and beside idle connections.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import resource
+import shutil
 import signal
 import socket
 import struct
@@ -28,6 +29,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
+import node
 from harness import ROOT, Benchmark, Must, Outcome
 from link import run
 
@@ -35,15 +37,19 @@ _MIB = 1 << 20
 _CONNECTIONS = 64
 _IDLE = 28
 _BLOCK = 256 << 10
+_USUAL = 1 << 20
+"""In the benchmark `nodes`, eight nodes send each other 3.2 GB in 3,265 requests."""
 _FILE_MIB = 256
 _LINK_MBIT = 100
 _PULLED_MIB = 48
+_BARE = struct.Struct("!QQ")
 _IDENTITY = "ab" * 32
 _SECRET = b"s" * 32
 _METHOD = (
     "the server's processor time and peak memory are those of its whole process, including the service's imports, "
-    f"for all rounds together; {_CONNECTIONS} connections request 256 KiB at a time without pauses, over loopback. "
-    "Rounds alternate with those of threads that only call sendfile for each request of one byte. The links have "
+    f"for all rounds together; {_CONNECTIONS} connections request a range at a time without pauses, over loopback. "
+    "Rounds alternate with those of nginx (one worker, sendfile), and of threads that only call sendfile for each "
+    "request of 16 bytes. The links have "
     f"{_LINK_MBIT} Mbit/s each (tbf) and no latency; arms alternate, each pull into a new cache. "
     f"'limited': one connection to a server with a limit of 1 GiB/s, alone and then beside {_IDLE} idle ones"
 )
@@ -56,46 +62,66 @@ def measure(quick: bool) -> Outcome:
     cache = ROOT / ".demo-cache"
     cache.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as folder:
-        rates, cost, bare_cost = _load(Path(folder), rounds)
+        rates, costs = _load(Path(folder), rounds)
         pulled = _links(Path(folder), rounds)
     one, both = (min(times) for times in pulled.values())
+    served = {name.removeprefix("server, "): cost for name, cost in costs.items() if name.startswith("server, ")}
     return Outcome(
         parameters={"connections": _CONNECTIONS, "link_mbit": _LINK_MBIT, "pulled_mib": _PULLED_MIB, "rounds": rounds},
         samples={name: [_PULLED_MIB / taken for taken in times] for name, times in pulled.items()},
         unit="MiB/s",
         baselines={"two links": "one link"},
         must_reach=[
-            Must("served for a second of the server's processor", rounds / cost["cpu_s"], 3.0, "GiB", at_least=True),
-            Must("the server's peak memory", cost["peak_bytes"] / _MIB, 40.0, "MiB"),
+            *(
+                Must(f"served in a second of processor time, {size}", rounds / cost["cpu_s"], 3.0, "GiB", at_least=True)
+                for size, cost in served.items()
+            ),
+            Must("the server's peak memory", max(cost["peak_bytes"] for cost in served.values()) / _MIB, 40.0, "MiB"),
             Must("two links against one (best of each)", one / both, 1.9, "x", at_least=True),
             Must("with a limit, beside idle connections / alone", _shared(rates), 0.8, "x", at_least=True),
         ],
-        details={"loopback_mib_s": rates, "server": cost, "sendfile alone": bare_cost},
+        details={"loopback_mib_s": rates, "costs": costs},
         method=_METHOD,
     )
 
 
-def _load(folder: Path, rounds: int) -> tuple[dict[str, list[float]], dict[str, float], dict[str, float]]:
-    """MiB/s of each round of both servers, and the total costs of each: processor seconds, peak memory, bytes."""
-    from bootseer.peers.client import Client
-
+def _load(folder: Path, rounds: int) -> tuple[dict[str, list[float]], dict[str, dict[str, float]]]:
+    """MiB/s of each round of each server, and the total costs of each: processor seconds, peak memory in bytes."""
     data = folder / "data"
     with data.open("wb") as file:
         for _ in range(_FILE_MIB):
             file.write(os.urandom(_MIB))
-    rates: dict[str, list[float]] = {"server": [], "sendfile alone": []}
-    with _loaded("load", data) as server, _loaded("bare", data) as bare:
-        for _ in range(rounds):
-            rates["server"].append(_ask_all(server.address, _ask))
-            rates["sendfile alone"].append(_ask_all(bare.address, _ask_bare))
+    rates: dict[str, list[float]] = {}
+    costs: dict[str, dict[str, float]] = {}
+    for length in (_BLOCK, _USUAL):
+        size = f"{length >> 10} KiB"
+        with contextlib.ExitStack() as stack:
+            servers = {
+                f"server, {size}": (stack.enter_context(_loaded("load", data)), _ask),
+                f"sendfile alone, {size}": (stack.enter_context(_loaded("bare", data)), _ask_bare),
+            }
+            if shutil.which("nginx"):
+                servers[f"nginx, {size}"] = stack.enter_context(_nginx(folder)), _ask_http
+            for _ in range(rounds):
+                for name, (server, ask) in servers.items():
+                    rates.setdefault(name, []).append(_ask_all(server.address, ask, length))
+        costs |= {name: server.cost for name, (server, _) in servers.items()}
+    return rates | _limited(data, rounds), costs
+
+
+def _limited(data: Path, rounds: int) -> dict[str, list[float]]:
+    """MiB/s of one connection to a server with a limit, alone and beside idle connections."""
+    from bootseer.peers.client import Client
+
+    rates = {}
     with _loaded("limited", data) as limited, contextlib.ExitStack() as idle:
         for name in ("limited, alone", "limited, beside idle ones"):
-            rates[name] = [_ask_all(limited.address, _ask, connections=1) for _ in range(rounds)]
+            rates[name] = [_ask_all(limited.address, _ask, _BLOCK, connections=1) for _ in range(rounds)]
             for _ in range(_IDLE):
                 client = Client(_SECRET)
                 idle.callback(client.close)
                 client.probe(limited.address)
-    return rates, server.cost, bare.cost
+    return rates
 
 
 def _shared(rates: dict[str, list[float]]) -> float:
@@ -122,62 +148,103 @@ def _loaded(mode: str, data: Path) -> Iterator[_Loaded]:
             loaded.cost = json.loads(process.stdout.readline())
 
 
-def _ask_all(address: str, ask: Callable[[str, int, int], None], connections: int = _CONNECTIONS) -> float:
-    """MiB/s of all connections together, over 1 GiB."""
-    num_each = (1 << 30) // _BLOCK // connections
+@contextlib.contextmanager
+def _nginx(folder: Path) -> Iterator[_Loaded]:
+    """Serves the folder with one worker, whose processor time is the cost."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    temporary = " ".join(f"{kind}_temp_path {folder}/nginx;" for kind in ("client_body", "proxy", "fastcgi"))
+    config = folder / "nginx.conf"
+    config.write_text(
+        f"user root; daemon off; worker_processes 1; pid {folder}/nginx.pid; error_log {folder}/nginx.log;\n"
+        f"events {{}}\nhttp {{ access_log off; sendfile on; tcp_nopush on; keepalive_requests 1000000; {temporary}\n"
+        f"server {{ listen {address}; root {folder}; }} }}\n"
+    )
+    with subprocess.Popen(["nginx", "-p", folder, "-e", folder / "nginx.log", "-c", config]) as process:
+        try:
+            while not (workers := list(node.descendants(process.pid))):
+                time.sleep(0.1)
+            before_s = node.cpu_s(workers[0])
+            loaded = _Loaded(address)
+            yield loaded
+            loaded.cost = {"cpu_s": node.cpu_s(workers[0]) - before_s}
+        finally:
+            process.terminate()
+
+
+def _ask_all(
+    address: str, ask: Callable[[str, int, int, int], None], length: int, connections: int = _CONNECTIONS
+) -> float:
+    """MiB/s of all connections together, over 1 GiB, in requests of `length` bytes."""
+    num_each = (1 << 30) // length // connections
     began_s = time.perf_counter()
     with ThreadPoolExecutor(connections) as threads:
-        for asked in [threads.submit(ask, address, number, num_each) for number in range(connections)]:
+        for asked in [threads.submit(ask, address, number, num_each, length) for number in range(connections)]:
             asked.result()
     return 1024 / (time.perf_counter() - began_s)
 
 
-def _block(number: int, at: int, num_each: int) -> int:
-    return (number * num_each + at) * _BLOCK % (_FILE_MIB * _MIB)
+def _starts(number: int, num_each: int, length: int) -> Iterator[int]:
+    """Where the requests of a connection begin."""
+    for at in range(num_each):
+        yield (number * num_each + at) * length % (_FILE_MIB * _MIB)
 
 
-def _ask(address: str, number: int, num_each: int) -> None:
+def _ask(address: str, number: int, num_each: int, length: int) -> None:
     from bootseer.peers.choice import Level
     from bootseer.peers.client import Client
     from bootseer.peers.protocol import ANSWER, Request
 
     connection, _ = Client(_SECRET)._connect(address, 30.0)
     connection.sock.settimeout(60.0)
-    into = bytearray(_BLOCK)
-    for at in range(num_each):
-        start = _block(number, at, num_each)
-        connection.send(connection.signer.sign(Request(_IDENTITY, start, _BLOCK, Level.GLOBAL, "m")))
+    for start in _starts(number, num_each, length):
+        connection.send(connection.signer.sign(Request(_IDENTITY, start, length, Level.GLOBAL, "m")))
         connection.receive(ANSWER)
-        left = _BLOCK - len(connection._received)
+        left = length - len(connection._received)
         connection._received = b""
-        _throw_away(connection.sock, into, left)
+        _throw_away(connection.sock, left)
     connection.sock.close()
 
 
-def _ask_bare(address: str, number: int, num_each: int) -> None:
+def _ask_http(address: str, number: int, num_each: int, length: int) -> None:
+    with _connected(address) as sock:
+        for start in _starts(number, num_each, length):
+            sock.sendall(b"GET /data HTTP/1.1\r\nHost: a\r\nRange: bytes=%d-%d\r\n\r\n" % (start, start + length - 1))
+            received = b""
+            while not (end := received.find(b"\r\n\r\n") + 4) > 4:
+                received += sock.recv(4096)
+            assert received.startswith(b"HTTP/1.1 206"), received
+            _throw_away(sock, length - len(received) + end)
+
+
+def _ask_bare(address: str, number: int, num_each: int, length: int) -> None:
+    with _connected(address) as sock:
+        for start in _starts(number, num_each, length):
+            sock.sendall(_BARE.pack(start, length))
+            _throw_away(sock, length)
+
+
+def _connected(address: str) -> socket.socket:
     host, _, port = address.rpartition(":")
+    return socket.create_connection((host, int(port)))
+
+
+def _throw_away(sock: socket.socket, left: int) -> None:
     into = bytearray(_BLOCK)
-    with socket.create_connection((host, int(port))) as sock:
-        for at in range(num_each):
-            sock.sendall(struct.pack("!Q", _block(number, at, num_each)))
-            _throw_away(sock, into, _BLOCK)
-
-
-def _throw_away(sock: socket.socket, into: bytearray, left: int) -> None:
     while left:
-        left -= sock.recv_into(into, left, socket.MSG_TRUNC)
+        left -= sock.recv_into(into, min(left, _BLOCK), socket.MSG_TRUNC)
 
 
 def _serve_bare(path: str) -> None:
-    """In a child process: a thread per connection sends a block of the file for each received offset."""
+    """In a child process: a thread per connection sends ranges of the file."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     listening = socket.create_server(("127.0.0.1", 0), backlog=128)
 
     def serve(sock: socket.socket) -> None:
         with sock, Path(path).open("rb") as file:
-            while offset := sock.recv(8):
-                (at,) = struct.unpack("!Q", offset)
-                end = at + _BLOCK
+            while received := sock.recv(_BARE.size):
+                at, length = _BARE.unpack(received)
+                end = at + length
                 while at < end:
                     at += os.sendfile(sock.fileno(), file.fileno(), at, end - at)
 
