@@ -1,10 +1,10 @@
 """What does it cost a node to serve its peers, and are two interfaces twice as fast as one?
 
-The server: one process, 64 connections (its limit of 32 is raised for it), a file in memory, requests for one block and
-for what a node requests on average. The client discards the data (`MSG_TRUNC`), which costs little. The baselines are
-nginx, if it is installed, and threads that only call sendfile. The interfaces: a service in a network namespace with
-two links, each limited by the kernel's tbf; a fetcher on the other side pulls a block file, over one link and over
-both. The send limit: one connection to a server with a limit, alone and beside idle connections.
+The server: one process, 8 and 64 connections (its limit of 32 is raised for it), a file in memory, requests for one
+block and for what a node requests on average. The client discards the data (`MSG_TRUNC`), which costs little. The
+baselines are nginx, if it is installed, and threads that only call sendfile. The interfaces: a service in a network
+namespace with two links, each limited by the kernel's tbf; a fetcher on the other side pulls a block file, over one
+link and over both. The send limit: one connection to a server with a limit, alone and beside idle connections.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ _IDLE = 28
 _BLOCK = 256 << 10
 _USUAL = 1 << 20
 """In the benchmark `nodes`, eight nodes send each other 3.2 GB in 3,265 requests."""
+_CASES = ((8, _BLOCK), (_CONNECTIONS, _BLOCK), (_CONNECTIONS, _USUAL))
+"""Connections, and bytes of a request."""
 _FILE_MIB = 256
 _LINK_MBIT = 100
 _PULLED_MIB = 48
@@ -47,7 +49,7 @@ _IDENTITY = "ab" * 32
 _SECRET = b"s" * 32
 _METHOD = (
     "the server's processor time and peak memory are those of its whole process, including the service's imports, "
-    f"for all rounds together; {_CONNECTIONS} connections request a range at a time without pauses, over loopback. "
+    "for all rounds together; connections request a range at a time without pauses, over loopback. "
     "Rounds alternate with those of nginx (one worker, sendfile), and of threads that only call sendfile for each "
     "request of 16 bytes. The links have "
     f"{_LINK_MBIT} Mbit/s each (tbf) and no latency; arms alternate, each pull into a new cache. "
@@ -73,8 +75,8 @@ def measure(quick: bool) -> Outcome:
         baselines={"two links": "one link"},
         must_reach=[
             *(
-                Must(f"served in a second of processor time, {size}", rounds / cost["cpu_s"], 3.0, "GiB", at_least=True)
-                for size, cost in served.items()
+                Must(f"served in a second of processor time, {case}", rounds / cost["cpu_s"], 3.0, "GiB", at_least=True)
+                for case, cost in served.items()
             ),
             Must("the server's peak memory", max(cost["peak_bytes"] for cost in served.values()) / _MIB, 40.0, "MiB"),
             Must("two links against one (best of each)", one / both, 1.9, "x", at_least=True),
@@ -93,18 +95,18 @@ def _load(folder: Path, rounds: int) -> tuple[dict[str, list[float]], dict[str, 
             file.write(os.urandom(_MIB))
     rates: dict[str, list[float]] = {}
     costs: dict[str, dict[str, float]] = {}
-    for length in (_BLOCK, _USUAL):
-        size = f"{length >> 10} KiB"
+    for connections, length in _CASES:
+        case = f"{connections} connections, {length >> 10} KiB"
         with contextlib.ExitStack() as stack:
             servers = {
-                f"server, {size}": (stack.enter_context(_loaded("load", data)), _ask),
-                f"sendfile alone, {size}": (stack.enter_context(_loaded("bare", data)), _ask_bare),
+                f"server, {case}": (stack.enter_context(_loaded("load", data)), _ask),
+                f"sendfile alone, {case}": (stack.enter_context(_loaded("bare", data)), _ask_bare),
             }
             if shutil.which("nginx"):
-                servers[f"nginx, {size}"] = stack.enter_context(_nginx(folder)), _ask_http
+                servers[f"nginx, {case}"] = stack.enter_context(_nginx(folder)), _ask_http
             for _ in range(rounds):
                 for name, (server, ask) in servers.items():
-                    rates.setdefault(name, []).append(_ask_all(server.address, ask, length))
+                    rates.setdefault(name, []).append(_ask_all(server.address, ask, length, connections))
         costs |= {name: server.cost for name, (server, _) in servers.items()}
     return rates | _limited(data, rounds), costs
 
@@ -116,7 +118,7 @@ def _limited(data: Path, rounds: int) -> dict[str, list[float]]:
     rates = {}
     with _loaded("limited", data) as limited, contextlib.ExitStack() as idle:
         for name in ("limited, alone", "limited, beside idle ones"):
-            rates[name] = [_ask_all(limited.address, _ask, _BLOCK, connections=1) for _ in range(rounds)]
+            rates[name] = [_ask_all(limited.address, _ask, _BLOCK, 1) for _ in range(rounds)]
             for _ in range(_IDLE):
                 client = Client(_SECRET)
                 idle.callback(client.close)
@@ -172,9 +174,7 @@ def _nginx(folder: Path) -> Iterator[_Loaded]:
             process.terminate()
 
 
-def _ask_all(
-    address: str, ask: Callable[[str, int, int, int], None], length: int, connections: int = _CONNECTIONS
-) -> float:
+def _ask_all(address: str, ask: Callable[[str, int, int, int], None], length: int, connections: int) -> float:
     """MiB/s of all connections together, over 1 GiB, in requests of `length` bytes."""
     num_each = (1 << 30) // length // connections
     began_s = time.perf_counter()
@@ -263,7 +263,7 @@ def _tell_cost(listening: socket.socket, before: resource.struct_rusage) -> None
     signal.sigwait({signal.SIGTERM})
     used = resource.getrusage(resource.RUSAGE_SELF)
     cpu_s = used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime
-    print(json.dumps({"cpu_s": cpu_s, "peak_bytes": used.ru_maxrss << 10}), flush=True)
+    print(json.dumps({"cpu_s": cpu_s, "peak_bytes": node.peak_bytes(os.getpid())}), flush=True)
 
 
 def _serve_load(path: str, max_rate: int | None = None) -> None:
