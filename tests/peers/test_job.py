@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -74,6 +75,23 @@ def test_the_environment_says_whether_there_are_peers(folder: Path) -> None:
     assert JobPeers.of_environment({FOLDER: os.fspath(folder), SWITCH: "0"}) is None
     with pytest.raises(NotFoundError):
         JobPeers.of_environment({FOLDER: "/nowhere"})
+
+
+def test_nodes_that_ask_at_the_same_moment_are_all_noted(folder: Path) -> None:
+    job, together = JobPeers.open(folder), threading.Barrier(8)
+
+    def note(node: str, identity: str) -> None:
+        together.wait(10)
+        job.note_ahead(identity, node)
+
+    nodes = {f"n{number}" for number in range(8)}
+    for identity in ("ab" * 32, "cd" * 32, "ef" * 32, "01" * 32, "23" * 32):
+        threads = [threading.Thread(target=note, args=(node, identity)) for node in nodes]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert JobPeers.open(folder).ahead(identity) == nodes
 
 
 def test_what_a_process_gets_is_limited(folder: Path) -> None:

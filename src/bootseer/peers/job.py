@@ -67,7 +67,7 @@ class JobPeers:
         self.folder = folder
         self.secret = secret
         self.tls = (folder / "tls").exists()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._looked_s = float("-inf")
         self._read: tuple[int, int] | None = None
         self._members = Members((), "")
@@ -150,13 +150,13 @@ class JobPeers:
 
     def note_ahead(self, identity: str, node: str) -> None:
         """Record that a node has blocks of a file that this one lacks. For the service."""
-        known = self.ahead(identity)
-        with self._lock:
+        with self._lock:  # also for the file: nodes that ask together are refused together, each by its own thread
+            known = self.ahead(identity)
             if not node or node in known or len(known) >= _MAX_AHEAD or len(self._ahead) > _MAX_UNKNOWN:
                 return
             self._ahead[identity] = float("inf"), known | {node}
-        with contextlib.suppress(OSError):  # only costs more reads of the store
-            replace_file(self._file(identity, "ahead"), json.dumps([*known, node]).encode())
+            with contextlib.suppress(OSError):  # only costs more reads of the store
+                replace_file(self._file(identity, "ahead"), json.dumps([*known, node]).encode())
 
     def ahead(self, identity: str) -> frozenset[str]:
         """Nodes that started to read a file before any process of this node, or have it from an earlier job."""
