@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -21,7 +22,8 @@ import pytest
 from bootseer.artifact.objects import read_index
 from bootseer.blocks.index import Index
 from bootseer.blocks.writer import BlockWriter
-from bootseer.errors import BootseerError, NotFoundError
+from bootseer.erofs.format import BLOCK, EXTENDED, FLAT_PLAIN, INODE, Superblock
+from bootseer.errors import BootseerError, NotFoundError, PermanentError
 from bootseer.fetch.fetch_settings import FetchSettings
 from bootseer.fetch.fetcher import Fetcher
 from bootseer.fetch.hotset import Record
@@ -282,6 +284,17 @@ def test_other_files_than_images_are_refused(place: Path, shown: Shown) -> None:
                 make_tree=ErofsTree,
             )
         )
+
+
+def test_a_folder_of_impossible_size_is_refused_before_it_is_read() -> None:
+    num_blocks = 1 << 20
+    head = Superblock(root_nid=0, inodes=1, blocks=num_blocks, meta_block=num_blocks - 1).encode()
+    size = (num_blocks - 2) * BLOCK
+    root = INODE.pack(EXTENDED | FLAT_PLAIN << 1, 0, stat.S_IFDIR | 0o755, 0, size, 1, 1, 0, 0, 0, 0, 2)
+    known = {0: head, (num_blocks - 1) * BLOCK: root.ljust(BLOCK, b"\0")}
+    source = SimpleNamespace(read_blocking=lambda number, offset, length: known[offset])
+    with pytest.raises(PermanentError, match="MiB of folders"):
+        ErofsTree(source, (SimpleNamespace(identity="ab" * 32, size_bytes=num_blocks * BLOCK),))  # type: ignore[arg-type]
 
 
 REAL = """

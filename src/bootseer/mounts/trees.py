@@ -100,10 +100,10 @@ class _Image:
         while pending:
             folder = self.reader.inode(pending.pop())
             blocks = folder.size // BLOCK if folder.tail_at is not None else -(-folder.size // BLOCK)
+            if (len(self._folders) + blocks) * BLOCK > _MAX_METADATA:
+                raise PermanentError(f"{self.name}: more than {_MAX_METADATA >> 20} MiB of folders")
             for at in range(folder.first_block * BLOCK, (folder.first_block + blocks) * BLOCK, BLOCK):
                 self._folders[at] = bytes(self._read_blocking(at, BLOCK))
-            if len(self._folders) * BLOCK > _MAX_METADATA:
-                raise PermanentError(f"{self.name}: more than {_MAX_METADATA >> 20} MiB of folders")
             for entry in self.reader.entries(folder):
                 if MODE_OF_TYPE.get(entry.kind) == stat.S_IFDIR:
                     if entry.number in seen:
