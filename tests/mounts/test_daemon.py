@@ -328,3 +328,24 @@ def test_a_process_is_not_taken_for_a_later_one_of_the_same_number() -> None:
     child = subprocess.Popen(["true"])
     until(lambda: ProcessId.of(child.pid) is None, "an ended child does not count, even before it is reaped")
     child.wait(DEADLINE_S)
+
+
+MODULE_IS_GONE = """
+import sys
+from pathlib import Path
+from bootseer.mounts.daemon import start_daemon
+from bootseer.mounts.serve import DaemonSpec
+sys.modules["bootseer.mounts.recovery"] = None
+try:
+    start_daemon(DaemonSpec(Path(sys.argv[1]), lambda on_error: None))
+except Exception as error:
+    print(type(error).__name__, error, flush=True)
+"""
+
+
+def test_a_daemon_that_cannot_begin_does_not_run_the_code_of_its_parent(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", MODULE_IS_GONE, tmp_path / "daemon"], capture_output=True, text=True, check=True
+    )
+    (line,) = ended.stdout.splitlines()
+    assert line.startswith("PermanentError ModuleNotFoundError: import of bootseer.mounts.recovery halted")

@@ -161,10 +161,10 @@ def start_daemon(spec: DaemonSpec, *, deadline_s: float = 30.0, waiting: Waiting
 
 def _daemonize(spec: DaemonSpec, report: int, lifeline: int | None, deadline_s: float) -> NoReturn:
     """In the first child: start a session and fork again, so that the daemon has no parent and no terminal."""
-    from bootseer.mounts.recovery import serve_with_restarts
-    from bootseer.mounts.serve import serve
-
     try:
+        from bootseer.mounts.recovery import serve_with_restarts
+        from bootseer.mounts.serve import serve
+
         os.setsid()
         if os.fork() > 0:
             os._exit(0)
