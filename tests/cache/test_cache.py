@@ -284,6 +284,25 @@ def test_a_damaged_entry_is_shown_and_pruned(cache, index, full):
     assert cache.entries() == []
 
 
+@pytest.mark.parametrize("name", ["index", "durable"])
+def test_an_entry_with_a_file_that_the_disk_cannot_read_is_shown_and_opened(cache, index, full, monkeypatch, name):
+    opened, failures = disk.open_file, ["when it is shown", "when it is opened"]
+
+    def on_a_bad_sector(path, flags=os.O_RDWR):
+        if path == full / name and flags == os.O_RDONLY and failures:
+            failures.pop()
+            return os.open("/proc/self/mem", os.O_RDONLY)  # EIO at its beginning
+        return opened(path, flags)
+
+    (full / "live").unlink()  # as after a boot
+    monkeypatch.setattr(disk, "open_file", on_a_bad_sector)
+    assert len(cache.entries()) == 1
+    cached = cache.open(index)
+    assert cached.num_ready == ZEROS
+    assert not failures
+    cached.close()
+
+
 def test_verifying_the_cache_names_the_blocks_it_dropped(cache, index, data, full):
     other = index_of(content(3, 5))
     cache.open(other).close()

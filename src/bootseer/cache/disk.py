@@ -97,10 +97,14 @@ def open_file(path: Path, flags: int = os.O_RDWR) -> int:
 
 
 def read_file(path: Path, max_bytes: int) -> bytes:
-    """Read a whole file of an entry. Raises `Damaged` if it is larger than `max_bytes`, and `OSError`."""
+    """Read a whole file of an entry. Raises `Damaged` if it is larger than `max_bytes` or the disk fails, and `OSError`
+    if it cannot be opened."""
     fd = open_file(path, os.O_RDONLY)
-    with os.fdopen(fd, "rb") as file:
-        data = file.read(max_bytes + 1)
+    try:
+        with os.fdopen(fd, "rb") as file:
+            data = file.read(max_bytes + 1)
+    except OSError as error:
+        raise Damaged(f"{path}: {error.strerror}") from error
     if len(data) > max_bytes:
         raise Damaged(f"{path} is too large")
     return data
