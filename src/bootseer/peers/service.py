@@ -36,7 +36,7 @@ from bootseer.peers.interfaces import name_of
 from bootseer.peers.job import BLOCKS, JobPeers
 from bootseer.peers.members import Membership, Source
 from bootseer.peers.names import HostsFile
-from bootseer.peers.origins import FilePeers, PeerGroup
+from bootseer.peers.origins import ANSWER_S, FilePeers, PeerGroup
 from bootseer.peers.protocol import Question
 from bootseer.peers.readers import CHECKPOINT, CachedBlocks, CachedFiles
 from bootseer.peers.readiness import READY, StartReport
@@ -52,7 +52,6 @@ _TRAINING_SHARE: Final = 0.05
 _RANDOM: Final = random.SystemRandom()
 _HOLDERS: Final = 8
 """How many nodes are asked whether they have a file from an earlier job."""
-_HOLDER_S: Final = 1.0
 _FULL_S: Final = 5.0
 """A node without disk space fetches nothing for others for this long: it would have to fetch each block repeatedly."""
 _READINESS_S, _READINESS_PER_NODE_S = 0.2, 0.001
@@ -290,7 +289,7 @@ class Service:
                         self._server.listed = listed
                         readiness = self._server.answer_readiness(report)
                     else:
-                        readiness = self._client.ask(first.addresses[0], report, _HOLDER_S).readiness
+                        readiness = self._client.ask(first.addresses[0], report, ANSWER_S).readiness
                     self._job.write_readiness(replace(readiness, nodes=len(listed)))
                     if not readiness.others and stage == READY:
                         pause_s *= _READY_SELDOM
@@ -307,7 +306,7 @@ class Service:
         for peer in _RANDOM.sample(others, min(_HOLDERS, len(others))):
             question = Question(identity, first, sample, own.name, keeps=False)
             with contextlib.suppress(BootseerError):
-                found = self._client.ask(peer.addresses[0], question, _HOLDER_S).readers
+                found = self._client.ask(peer.addresses[0], question, ANSWER_S).readers
                 if 2 * found.get(peer.name, 0).bit_count() >= sample.bit_count():
                     self._job.note_ahead(identity, peer.name)
 
