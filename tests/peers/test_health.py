@@ -97,11 +97,12 @@ def test_one_that_refuses_for_ever_is_left_alone() -> None:
         health.refused("a", now_s)
     assert health.absent(19.9) == frozenset()
     answered(health, "a", 100, 0.1, at_s=19.9)
-    health.refused("a", 39.9)
-    assert health.absent(39.9) == frozenset()
-    health.refused("a", 40.0)
-    assert health.absent(79.9) == {"a"}
-    assert health.absent(80.0) == frozenset()
+    health.refused("a", 100.0)  # for the first time since it has answered
+    health.refused("a", 119.9)
+    assert health.absent(119.9) == frozenset()
+    health.refused("a", 120.0)
+    assert health.absent(159.9) == {"a"}
+    assert health.absent(160.0) == frozenset()
 
 
 def test_bytes_that_drip_are_late_where_nothing_is_known_of_others() -> None:

@@ -95,7 +95,7 @@ class _Known(Struct):
     sent_s: float = float("-inf")
     """When it sent bytes most recently."""
     refused_s: float | None = None
-    """Since when it has too many connections."""
+    """Since when it has too many connections; None when it has answered since."""
     compared: bool = False
     """Whether `must_compare` was true for it."""
 
@@ -250,6 +250,8 @@ class Health:
         request.active_s = now_s
         if not request.answered:
             request.answered = True
+            if request.peer in self._known:
+                self._known[request.peer].refused_s = None
             self._begins.append(now_s - request.sent_s)
             if len(self._begins) >= _MIN_SAMPLES:
                 typical = sorted(self._begins)[int(0.9 * (len(self._begins) - 1))]
