@@ -24,7 +24,9 @@ def test_a_snapshot_comes_back_as_it_was(index, whole):
 
 
 def test_a_snapshot_of_live_states_claims_all_that_is_here(index):
-    assert Durable.from_states(bytes([MISSING, UNVERIFIED, READY, 77])).states == bytes([0, 1, 1, 1])
+    states = states_of(index)[4:]
+    encoded = Durable(bytes([MISSING, UNVERIFIED, READY, 77]) + states).encode(index.identity)
+    assert Durable.parse(encoded, index) == Durable(bytes([0, 1, 1, 1]) + states)
 
 
 def test_each_flipped_bit_and_cut_makes_a_snapshot_unknown(index):

@@ -330,7 +330,7 @@ class CachedFile:
             for path in (self.entry / disk.INDEX, self.entry, self.entry.parent):
                 sync_path(path)
             self._anchored = True
-        Durable.from_states(states, StatIdentity.of(self._data) if whole else None).store(self.entry, self.index)
+        Durable(states, StatIdentity.of(self._data) if whole else None).store(self.entry, self.index)
 
 
 @cache

@@ -62,7 +62,7 @@ class StatIdentity(Struct, frozen=True):
 
 
 class Durable(Struct, frozen=True):
-    """A snapshot of the states, one byte per block, MISSING or UNVERIFIED.
+    """A snapshot of the states, one byte per block. READY ones are stored as UNVERIFIED: another boot reads them.
 
     `whole`: the data file's identity when all blocks were verified and synced; None otherwise.
     """
@@ -73,7 +73,7 @@ class Durable(Struct, frozen=True):
     def encode(self, identity: str) -> bytes:
         numbers = (0, 0, 0, 0) if self.whole is None else astuple(self.whole)
         head = (_DURABLE_MAGIC, bytes.fromhex(identity), len(self.states), self.whole is not None)
-        body = _DURABLE_HEADER.pack(*head, *numbers) + self.states
+        body = _DURABLE_HEADER.pack(*head, *numbers) + self.states.translate(_FOLD)
         return body + blake3(body).digest()
 
     @classmethod
@@ -92,10 +92,6 @@ class Durable(Struct, frozen=True):
         """The states of a new file, which is one hole: all-zero blocks are present."""
         table = bytes(UNVERIFIED if codec == ZERO else MISSING for codec in range(256))
         return cls(index.codecs().translate(table))
-
-    @classmethod
-    def from_states(cls, states: bytes, whole: StatIdentity | None = None) -> Durable:
-        return cls(states.translate(_FOLD), whole)
 
     @classmethod
     def load(cls, entry: Path, index: Index) -> Durable | None:
