@@ -11,6 +11,7 @@ from bootseer.errors import AccessError, BootseerError, NotFoundError, Permanent
 
 MS_RDONLY, MS_NOSUID, MS_NODEV = 1, 2, 4
 MNT_FORCE, MNT_DETACH, UMOUNT_NOFOLLOW = 1, 2, 8
+CLONE_NEWNS, CLONE_NEWUSER = 0x0002_0000, 0x1000_0000
 
 libc = ctypes.CDLL(None, use_errno=True)
 libc.mount.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p]

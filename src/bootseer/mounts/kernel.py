@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from bootseer.errors import BootseerError
 from bootseer.fuse import syscalls
-from bootseer.fuse.syscalls import MNT_DETACH, check, failure, libc, number_of
+from bootseer.fuse.syscalls import CLONE_NEWNS, MNT_DETACH, check, failure, libc, number_of
 from bootseer.io import proc
 from bootseer.logs import logger
 
@@ -33,7 +33,6 @@ _OPEN_TREE_CLONE = 1
 _AT_FDCWD = -100
 _AT_RECURSIVE, _AT_NO_AUTOMOUNT = 0x8000, 0x800
 _MS_REC, _MS_SLAVE = 1 << 14, 1 << 19
-_CLONE_NEWNS = 0x0002_0000
 MAX_STRING = 255
 """The longest value of one option."""
 
@@ -110,7 +109,7 @@ def unshare_mounts() -> None:
 
     Later mounts of the host still propagate into it. Call it before any thread starts: it affects the calling one only.
     """
-    check(libc.unshare(_CLONE_NEWNS), "make a mount namespace")
+    check(libc.unshare(CLONE_NEWNS), "make a mount namespace")
     check(libc.mount(None, b"/", None, _MS_REC | _MS_SLAVE, None), "keep mounts to ourselves")
 
 

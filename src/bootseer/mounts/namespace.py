@@ -22,14 +22,13 @@ from typing import Any, NoReturn
 from msgspec import Struct, field
 
 from bootseer.errors import BootseerError, PermanentError, TransientError, as_message, from_message
-from bootseer.fuse.syscalls import MS_NODEV, libc
+from bootseer.fuse.syscalls import CLONE_NEWNS, CLONE_NEWUSER, MS_NODEV, libc
 from bootseer.io.proc import end_child
 from bootseer.mounts import kernel, user_namespace
 from bootseer.mounts.kernel import is_below, mount_table, visible
 from bootseer.mounts.layers import mount_overlay
 from bootseer.mounts.process import die_with, json_lines, send_line
 
-_NEWNS, _NEWUSER = 0x0002_0000, 0x1000_0000
 _MAPPED, _NOT_MAPPED = b"y", b"n"
 
 
@@ -119,8 +118,8 @@ class Namespace:
         here = os.open(".", os.O_PATH | os.O_CLOEXEC)
         try:
             if "user" in self._held:
-                _check_result("enter the user namespace", libc.setns(self._held["user"], _NEWUSER))
-            _check_result("enter the mount namespace", libc.setns(self._held["mnt"], _NEWNS))
+                _check_result("enter the user namespace", libc.setns(self._held["user"], CLONE_NEWUSER))
+            _check_result("enter the mount namespace", libc.setns(self._held["mnt"], CLONE_NEWNS))
             if place is None:
                 os.fchdir(here)
             else:
@@ -232,7 +231,7 @@ def _fd_path(number: int) -> Path:
 
 def _map_own_ids(uid: int, gid: int) -> None:
     """In a nested user namespace, map root of the outer one (this process) back to its own ids."""
-    _check_result("make a user namespace", libc.unshare(_NEWUSER))
+    _check_result("make a user namespace", libc.unshare(CLONE_NEWUSER))
     for name, line in (("setgroups", "deny"), ("uid_map", f"{uid} 0 1"), ("gid_map", f"{gid} 0 1")):
         Path("/proc/self", name).write_text(line)
 

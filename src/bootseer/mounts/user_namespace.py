@@ -13,12 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bootseer.errors import AccessError, BootseerError
-from bootseer.fuse.syscalls import check, libc, number_of
+from bootseer.fuse.syscalls import CLONE_NEWUSER, check, libc, number_of
 from bootseer.io import proc
 from bootseer.mounts import kernel
 
 ALL_IDS = (1 << 32) - 1
-_CLONE_NEWUSER = 0x1000_0000
 _CAP_SYS_ADMIN = 21
 _THREADS_END_S = 1.0
 
@@ -95,7 +94,7 @@ def _unshare() -> None:
     end = time.monotonic() + _THREADS_END_S
     while True:
         try:
-            check(libc.unshare(_CLONE_NEWUSER), "make a user namespace")
+            check(libc.unshare(CLONE_NEWUSER), "make a user namespace")
             return
         except BootseerError as error:
             # EINVAL: there is a second thread. The kernel counts joined threads for a moment longer.
