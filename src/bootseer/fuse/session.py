@@ -399,10 +399,9 @@ def mount(
     `on_error` is called with errors, one line each, from any thread. `device`: the descriptor of an existing mount
     whose process is dead; the tree must be the same.
     """
-    if device is None:
-        session = Session(TreeRequests(tree), target, attach.attach(target, label=label), on_error)
-    else:
-        session = Session(TreeRequests(tree), target, device, on_error)
+    opened = attach.attach(target, label=label) if device is None else device
+    session = Session(TreeRequests(tree), target, opened, on_error)
+    if device is not None:
         session.resend()
     return _started(session, _TREE_READ_AHEAD_KIB)
 
