@@ -80,6 +80,7 @@ BAD: dict[str, bytes] = {
     "no UTF-8": encoded(b'{"\xff": 1}'),
     "nested without end": encoded(b"[" * 100_000),
     "no object": encoded([1]),
+    "a number": encoded(1),
     "no description": encoded({"a": 3}),
     "half a description": encoded({"a": {"dtype": "F32", "shape": [2]}}, bytes(8)),
     "an unknown type": encoded({"a": entry("F99")}, bytes(8)),

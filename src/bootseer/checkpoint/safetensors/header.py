@@ -72,12 +72,12 @@ def read_header(file: CheckpointFile, name: str) -> Header:
 def _parse(encoded: bytes, data: int, size: int) -> Header:
     try:
         read = json.loads(encoded.decode(), object_pairs_hook=_unique)
+        if not isinstance(read, dict):
+            raise CorruptError("the safetensors header is not a JSON object")
         for name in read:
-            str(name).encode()  # half of an escaped pair is not text
+            name.encode()  # half of an escaped pair is not text
     except (ValueError, RecursionError) as error:
         raise CorruptError(f"the safetensors header is damaged: {error}") from None
-    if not isinstance(read, dict):
-        raise CorruptError("the safetensors header is not a JSON object")
     metadata = read.pop("__metadata__", None)
     if metadata is not None and not _are_texts(metadata):
         raise CorruptError("the safetensors header has metadata that is not text")
