@@ -137,7 +137,7 @@ def test_an_identity_token_is_found(config: Callable[[Any], None]) -> None:
     assert find_credentials(HOST) == Credentials("me", "", "abc")
 
 
-@pytest.mark.parametrize("content", ["{", "\0", json.dumps({"auths": {HOST: {"auth": "%"}}})])
+@pytest.mark.parametrize("content", ["{", "\0", *(json.dumps({"auths": {HOST: {"auth": auth}}}) for auth in "%é")])
 def test_a_damaged_file_is_an_error_that_names_it(config: Callable[[Any], None], content: str, tmp_path: Path) -> None:
     config(content)
     with pytest.raises(AccessError, match=str(tmp_path)):

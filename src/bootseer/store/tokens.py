@@ -20,7 +20,6 @@ clouds are valid for hours, mounts live for weeks, and helpers and cron jobs ren
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 import math
 import os
@@ -125,7 +124,7 @@ def _decode(entry: dict[str, Any], path: Path, host: str) -> Credentials | None:
     if auth := entry.get("auth"):
         try:
             user, _, password = base64.b64decode(str(auth), validate=True).decode().partition(":")
-        except (binascii.Error, UnicodeDecodeError) as error:
+        except ValueError as error:  # not base64, or not text
             raise AccessError(f"the login for {host} in {path} is damaged; log in again") from error
     token = str(entry.get("identitytoken") or "")
     # An empty entry only means that a credential store knows this host.
