@@ -50,6 +50,13 @@ def test_other_addresses_are_refused(uri: str) -> None:
     assert not is_uri(uri)
 
 
+@pytest.mark.parametrize("uri", ["s3a://KEY:SECRET@bucket/a", "s3:/KEY:SECRET@bucket/a"])
+def test_errors_do_not_contain_a_password(uri: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        resolve(uri)
+    assert "SECRET" not in str(raised.value)
+
+
 @pytest.mark.parametrize("uri", ["hdfs://nn:8020/jobs/step-1", "S3://bucket/step-1", "viewfs:///a", "file:///a"])
 def test_an_address_converted_to_a_path_is_not_taken_for_a_local_folder(uri: str) -> None:
     path = Path(uri)  # which removes one of the two slashes

@@ -30,6 +30,7 @@ from bootseer.logs import logger
 from bootseer.peers.job import JobPeers
 from bootseer.places import BUCKETS, HDFS, check_slashes, open_place
 from bootseer.places.place import Place
+from bootseer.store.addresses import shown
 
 _LOG = logger(__name__)
 _NO_NAME = re.compile("[\0\ud800-\udfff]")
@@ -178,7 +179,7 @@ def split(uri: str) -> tuple[str, str]:
         return split(behind_mount_table(uri))
     if scheme not in (*HDFS, *BUCKETS):
         raise UsageError(
-            f"{uri} is not a location for checkpoints", hint="hdfs://NAMENODE/PATH, s3://BUCKET/PATH or a path"
+            f"{shown(uri)} is not a location for checkpoints", hint="hdfs://NAMENODE/PATH, s3://BUCKET/PATH or a path"
         )
     return f"{scheme}://{authority}/", path
 

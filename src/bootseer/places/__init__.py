@@ -24,9 +24,9 @@ _ONE_SLASH = re.compile(r"(hdfs|viewfs|s3|gs|az|oci|file):(?!//)", re.IGNORECASE
 def check_slashes(uri: str) -> None:
     """Raise `UsageError` for an address with one slash, such as `pathlib.Path` makes: as a path it names a local
     folder, where a checkpoint would be lost with the node."""
-    if _ONE_SLASH.match(uri):
-        raise UsageError(
-            f"{uri!r} is not a place: // is missing",
+    if match := _ONE_SLASH.match(uri):
+        raise UsageError(  # without what follows, which may contain a password
+            f"{match[0]}… is not a place: // is missing",
             hint="write // after the colon; pathlib.Path turns it into /, so pass a str",
         )
 
