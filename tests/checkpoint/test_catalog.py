@@ -212,9 +212,10 @@ def test_the_latest_checkpoint_is_removed_only_by_force_and_latest_is_moved(file
 def test_a_job_is_not_removed_like_a_checkpoint(files: Files, job: Path) -> None:
     """Neither one with checkpoints put by BootSeer, nor one with checkpoints written by other programs."""
     make(job, "moe/step-1", model=1)
+    make(job, "gpt/global_step9", model=1)
     make(job, "put/best", model=1)
     (job / "put" / ATTEMPTS).mkdir()
-    for name in ("moe", "put"):
+    for name in ("moe", "gpt", "put"):
         with pytest.raises(UsageError, match="job"):
             remove(files, "", name)
         assert (job / name).exists()

@@ -400,6 +400,7 @@ def test_older_checkpoints_with_similar_names_are_removed_when_one_is_published(
 
 def test_a_job_is_not_removed_like_an_older_checkpoint(files: Files, job: Path, source: Path) -> None:
     put_checkpoint(files.place, source, "step-1", folder="exp-1")
+    (source / "step-9").mkdir()  # which alone does not make a job of what was put
     put_checkpoint(files.place, source, "exp-2")
     assert put_checkpoint(files.place, source, "exp-3", settings=PutSettings(keep_last=1)).removed[0][0] == "exp-2"
     assert (job / "exp-1/step-1").is_dir()

@@ -132,16 +132,16 @@ def newest_whole(files: Files, folder: str, *, without: str | None = None) -> st
     return next((name for name in names if name != without and not flaw(files, join(folder, name))), None)
 
 
-def remove(files: Files, folder: str, name: str, *, force: bool = False) -> int:
+def remove(files: Files, folder: str, name: str, *, force: bool = False, by_names: bool = True) -> int:
     """Remove a checkpoint, hidden first, so that no reader gets a part of it. Returns its size in bytes.
 
-    Raises `UsageError` for the one that `latest` names, and for a job's folder. With `force` they are removed, and
-    `latest` names the newest complete one of the others.
+    Raises `UsageError` for the one that `latest` names, and for a job's folder (`by_names`: see `is_job`). With `force`
+    they are removed, and `latest` names the newest complete one of the others.
     """
     path = join(folder, name)
     check_visible(path)
     found = _measured(files, files.stat(path), None)
-    if found.is_folder and not force and is_job(files, path, by_names=True):
+    if found.is_folder and not force and is_job(files, path, by_names=by_names):
         raise UsageError(
             f"{files.place.uri}/{path} is a job with checkpoints of its own; nothing was removed",
             hint="name one of its checkpoints, or --force",

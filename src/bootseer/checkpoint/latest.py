@@ -43,7 +43,7 @@ _LOCK = re.compile(rf"{LATEST}\.lock(?:-([0-9]{{1,9}}))?")
 """Earlier versions have one lock, without a number."""
 # step-100, global_step100, iter_0000100, epoch=3-step=100.ckpt, step-100.tar.gz. Not hf2, v2 or llama3.pt: there the
 # number is a part of the word.
-_STEP_WORDS = "(?:global)?step|iter|iteration|epoch|ckpt|checkpoint|batch"
+_STEP_WORDS = "(?:global_?)?step|iter|iteration|epoch|ckpt|checkpoint|batch"
 _STEP = re.compile(rf"(?:^|[-_=]|(?<![a-z])(?:{_STEP_WORDS}))\d*?(\d{{1,18}})(?:\.[a-z]\w*)*$", re.IGNORECASE)
 STEP_NAME = re.compile(rf"(?:{_STEP_WORDS})[-_=]?\d", re.IGNORECASE)
 """What the names of folders of steps begin with, as `step-9`; not `rank-9`."""

@@ -138,7 +138,7 @@ def put_checkpoint(
     try:
         for old in superseded(files, folder, name, settings.keep_last):
             with suppress(NotFoundError):  # another writer was faster
-                removed.append((old.name, remove(files, folder, old.name)))
+                removed.append((old.name, remove(files, folder, old.name, by_names=False)))
     except BootseerError as error:
         raise PermanentError(
             f"{place.uri}/{target} is published, but older ones are not all removed: {error}"
