@@ -184,3 +184,10 @@ def test_a_profile_that_does_not_exist_is_a_usage_error(monkeypatch: pytest.Monk
     monkeypatch.setenv("AWS_PROFILE", "nothing")
     with pytest.raises(UsageError, match="profile"):
         uploads.Uploads("s3://large")
+
+
+def test_uploads_are_asked_for_where_objects_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "https://all.example")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "https://s3.example")
+    asked = uploads.Uploads("s3://large")._client.meta
+    assert (asked.endpoint_url, asked.config.s3["addressing_style"]) == ("https://s3.example", "path")

@@ -38,10 +38,6 @@ from bootseer.logs import logger
 _LOG = logger(__name__)
 T = TypeVar("T")
 
-PART_BYTES = 8 * 1024 * 1024
-"""Usual size of a part of a multipart upload. Smaller objects are put in one request."""
-MAX_PARTS = 10_000
-"""Limit of one upload."""
 MAX_COPY_BYTES = {"s3": 5 * 1024**3}
 """The largest object that the server copies in one request, by scheme."""
 CALL_S = 60.0
@@ -54,7 +50,6 @@ _PROBE_TIMEOUT_S = 3.0
 _PROBE_EVERY_S = 1.0
 """Calls between two probes fail at once."""
 _PROBE_KEY = ".attempts-there"
-PARTS_AT_ONCE = 4
 _CLIENT = {
     # `call` enforces the deadlines; these end abandoned requests.
     "timeout": "3600s",
@@ -63,7 +58,8 @@ _CLIENT = {
     "pool_max_idle_per_host": "64",
 }
 LOGIN = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
-_ENDPOINTS = ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
+ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT", "AWS_ENDPOINT_URL")
+"""obstore uses the first one, if it is set."""
 _PAGE = 1000
 """Objects that are listed or removed by one request."""
 _CONCURRENT_REMOVALS = 16
@@ -128,7 +124,7 @@ class Bucket:
         if not rest or ".." in rest.split("/"):
             raise UsageError(f"{uri!r} names no bucket", hint="use s3://bucket/prefix")
         for name, value in os.environ.items():  # obstore panics at such values
-            is_wrong = value != value.strip() or (name in _ENDPOINTS and not re.match(r"https?://[^/]", value))
+            is_wrong = value != value.strip() or (name in ENDPOINTS and not re.match(r"https?://[^/]", value))
             if self.scheme == "s3" and name.startswith("AWS_") and is_wrong:
                 raise UsageError(f"{name} is malformed", hint="no white space around it; endpoints begin with https://")
         options: Any = {**_CLIENT, "allow_http": allow_http or allows_http()}

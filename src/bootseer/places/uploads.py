@@ -18,8 +18,13 @@ from typing import Any, Final
 import obstore
 
 from bootseer.errors import AccessError, BootseerError, NotFoundError, TransientError, UsageError, needs_extra
-from bootseer.places.bucket import CALL_S, LOGIN, MAX_PARTS, PART_BYTES, PARTS_AT_ONCE, WRITE_S, Bucket, allows_http
+from bootseer.places.bucket import CALL_S, ENDPOINTS, LOGIN, WRITE_S, Bucket, allows_http
 
+PART_BYTES = 8 * 1024 * 1024
+"""Usual size of a part of a multipart upload. Smaller objects are put in one request."""
+_MAX_PARTS = 10_000
+"""Limit of one upload."""
+_PARTS_AT_ONCE = 4
 _MAX_OBJECT_BYTES = 5 << 40
 
 
@@ -32,8 +37,8 @@ class ObjectPart:
     def __init__(self, bucket: Bucket, path: str, key: str, most_bytes: int = 0) -> None:
         self.path = path
         self.key = key
-        # An upload has at most MAX_PARTS parts. If the length is unknown, they have the usual size.
-        self._part_bytes = max(PART_BYTES, -(-most_bytes // MAX_PARTS) if most_bytes <= _MAX_OBJECT_BYTES else 0)
+        # An upload has at most `_MAX_PARTS` parts. If the length is unknown, they have the usual size.
+        self._part_bytes = max(PART_BYTES, -(-most_bytes // _MAX_PARTS) if most_bytes <= _MAX_OBJECT_BYTES else 0)
         self._bucket = bucket
         self._buffer = bytearray()
         self._upload: Any = None
@@ -55,7 +60,7 @@ class ObjectPart:
         is_first = self._upload is None
         if is_first:
             self._upload = obstore.open_writer(
-                self._bucket.writer, self.key, buffer_size=self._part_bytes, max_concurrency=PARTS_AT_ONCE
+                self._bucket.writer, self.key, buffer_size=self._part_bytes, max_concurrency=_PARTS_AT_ONCE
             )
         self._bucket.call(self.path, partial(self._upload.write, piece), WRITE_S, probe=is_first)
 
@@ -111,7 +116,7 @@ class Uploads:
         self._bucket, self._prefix = Bucket(f"s3://{name}"), f"{root}/" if root else ""
         self._which = {"Bucket": name}
         # obstore's variables and defaults, where they differ from botocore's
-        endpoint = os.environ.get("AWS_ENDPOINT") or os.environ.get("AWS_ENDPOINT_URL")
+        endpoint = next(filter(None, map(os.environ.get, ENDPOINTS)), None)
         if endpoint and endpoint.startswith("http:") and not allows_http():
             raise UsageError(f"{endpoint}: an endpoint of http needs AWS_ALLOW_HTTP=true")
         config = Config(
