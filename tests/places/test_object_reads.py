@@ -9,8 +9,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
+from itertools import count
 from typing import NoReturn
 
 import obstore
@@ -74,6 +76,29 @@ def test_a_request_that_is_only_slow_is_not_made_twice(
             proxy.plan = once(Fault(drip_bytes=64 << 10, drip_pause_s=0.06), "/file", "GET")
             assert read(file, 0, len(data)) == data
         assert place.facts()["hedges"] == 0
+
+
+def test_the_threads_of_a_request_whose_first_hedge_failed_are_all_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    hung, numbers = threading.Event(), count()
+
+    def pieces(self: Gets, file: object, start: int, end: int) -> Iterator[bytes]:
+        if (number := next(numbers)) == 1:
+            raise OSError("lost")
+        if number == 0:
+            hung.wait(30)
+        yield bytes(end - start)
+
+    monkeypatch.setattr(object_data, "_FIRST_LATE_S", 0.05)
+    monkeypatch.setattr(Gets, "pieces", pieces)
+    reads = object_data.ObjectReads(Bucket("s3://jobs"))
+    ended: queue.SimpleQueue[ReadOutcome] = queue.SimpleQueue()
+    file = object_data.ObjectFile(reads, "key", "file", {"e_tag": "x", "size": 9})
+    file.read_into(0, memoryview(bytearray(9)), ended.put)
+    assert ended.get(timeout=30).error is None
+    hung.set()
+    reads._threads.close(30)
+    assert (reads.facts()["hedges"], reads._running) == (2, 0)
+    reads.close()
 
 
 def test_requests_that_hang_are_hedged_at_once_in_a_place_with_few_requests(

@@ -130,6 +130,8 @@ class _Request:
         self.num_failures = 0
         self.num_running = 0
         self.num_hedges = 0
+        self.is_left = False
+        """Whether the latest of its threads has gone on to other requests."""
 
     @property
     def is_over(self) -> bool:
@@ -235,12 +237,13 @@ class ObjectReads:
             if request is None:
                 if (request := self._take()) is None:
                     return
-                hedge = request.num_hedges
+                hedge, request.is_left = request.num_hedges, False
             if not request.is_over:
                 self._request(request)
             with self._lock:
                 if request.num_hedges != hedge:
                     return
+                request.is_left = True
             request = None
 
     def _take(self) -> _Request | None:
@@ -421,6 +424,8 @@ class ObjectReads:
                 with suppress(BootseerError):
                     self._threads.submit(partial(self._work, request, request.num_hedges + 1))
                     request.num_hedges += 1
+                    self._running += request.is_left  # otherwise the hedge replaces a thread
+                    request.is_left = False
                     self._events["hedges"] += 1
         self._timer.after(min(left_s, wait_s if wait_s > 0 else late_s), partial(self._check_late, request))
 
