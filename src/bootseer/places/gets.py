@@ -1,8 +1,8 @@
 """Requests for ranges of objects, by obstore or, from S3 servers without TLS, by Python's client.
 
 obstore allocates and clears memory for each piece, copies into it, and wakes two threads; Python's client receives into
-one buffer for each request. It uses addresses signed by obstore. What is not usual is left to obstore: TLS, proxies,
-other clouds, and after any other response than the requested bytes, or none, all requests of the next minute: so only
+one buffer for each request. It uses addresses signed by obstore. obstore makes all other requests: with TLS, through
+proxies, to other clouds, and for a minute after a response that was missing or not exactly the requested bytes. So only
 obstore's errors need to be understood.
 """
 

@@ -1,7 +1,7 @@
 """Where hot lists of a mounted place are kept: in the place, for all nodes.
 
-    <place>/.stripes-hot/<nodes>-<hash of the slot>.json      a file per slot of the job, replaced as a whole; of slots
-                                                              with new names in each start the newest stay
+    <place>/.stripes-hot/<nodes>-<hash of the slot>.json      a file per slot of the job, replaced as a whole; where
+                                                              each start has new slots, the newest files stay
 
 A list is a hint. Without one, or with a damaged one, a start is slower but correct, so that errors are logged and never
 raised. Only places with checkpoints get lists: those are folders of jobs, which jobs write to. A folder that is mounted
