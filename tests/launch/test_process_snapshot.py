@@ -209,6 +209,26 @@ def test_a_run_whose_session_is_outside_of_its_pid_namespace(job: Job) -> None:
     assert restored == by_exec
 
 
+WITH_PID = """import os, subprocess, sys
+from bootseer.hook.warm_child import Cloner
+if os.fork() == 0:
+    if Cloner().clone(int(sys.argv[1])) == 0:
+        os.execvp(sys.argv[2], sys.argv[2:])
+    os._exit(0)
+os.wait()
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(int(sys.argv[1]), 0)[1]))
+"""
+
+
+@pytest.mark.root
+def test_a_run_with_the_process_id_of_the_one_that_made_the_snapshot(job: Job) -> None:
+    """As in pods: it is process 1, and the number of a namespace is used again."""
+    with subprocess.Popen(["true"]) as free:
+        before = (sys.executable, "-c", WITH_PID, str(free.pid))
+    ran = [job.run(before=before) for _ in range(2)]
+    assert [(one.code, one.err, one.warm) for one in ran] == [(0, "", [False] * 2), (0, "", [True] * 2)], ran
+
+
 def become_batch() -> None:
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     resource.setrlimit(resource.RLIMIT_STACK, (32 << 20, resource.getrlimit(resource.RLIMIT_STACK)[1]))

@@ -344,13 +344,13 @@ class Server:
             os.dup2(null, number)
         os.close(null)
         os.chdir("/")
-        here = os.getppid(), os.stat("/proc/self/ns/pid").st_ino
+        here = _place()
         facts = {"pid": os.getpid(), "reads": sorted(imports.reads), "why_not": self._reason, "module": self._module}
         programs.write_facts(folder, facts)
         if self._reason:
             os._exit(0)
         # Python's own functions compute deadlines with the monotonic clock, which another machine's is far from.
-        while here == (os.getppid(), os.stat("/proc/self/ns/pid").st_ino):
+        while here == _place():
             warm_child.libc.usleep(2000)
         above = self._launcher = os.getppid()
         self._run = programs.connect(programs.process_address(above), above)
@@ -375,6 +375,12 @@ def serve(number: int, folder: str, launcher: str) -> Any:
     except (UnfitError, OSError):
         os._exit(1)
     return Server(end, run, Imports(programs.read_known(folder).get(launcher, {}))).serve()
+
+
+def _place() -> tuple[int, ...]:
+    """What a restore changes, by system calls that open no file, which would be dumped. Only the session in a pod that
+    gets the namespace number of an earlier one: its parent is process 1 again."""
+    return os.getppid(), os.getsid(0), os.stat("/proc/self/ns/pid").st_ino
 
 
 def _forget_node() -> None:
