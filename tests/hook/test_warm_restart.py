@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,8 @@ class Job:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         (folder / "child.py").write_text(CHILD)
-        (folder / "launch.py").write_text(LAUNCH)
+        self.launcher = folder / "launch.py"
+        self.launcher.write_text(LAUNCH)
         main = str(folder / "child.py")
         told = programs.import_lines(os.path.realpath(main), str(folder))[0]
         known = {"program": "child.py", "main": main, "telling": told, "flags": [], "modules": ["colorsys"]}
@@ -64,7 +66,7 @@ class Job:
     @contextlib.contextmanager
     def start(self, mode: str, way: str) -> Iterator[subprocess.Popen[str]]:
         """The run, which is killed when the test leaves it, so that a failure in between does not wait for its end."""
-        command = [sys.executable, str(self.folder / "launch.py"), way]
+        command = [sys.executable, str(self.launcher), way]
         path = self.folder / "cache" / "warm" / f"{workload_key(command, setup=chr(0))}.json"
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         path.parent.parent.chmod(0o700)
@@ -142,6 +144,18 @@ def test_without_a_warm_parent_that_lives_the_launcher_starts_by_exec(job: Job) 
     lines = job.run("on", "orphan")
     assert [line[:3] for line in lines[1::2]] == [[number, False, "True"] for number in range(3)]
     until_none_is_left(job.folder)
+
+
+@pytest.mark.slow
+def test_a_launcher_that_is_an_archive_is_restarted_by_exec(job: Job) -> None:
+    job.launcher = job.folder / "launch.pyz"
+    job.record = job.record.replace("launch.py", "launch.pyz")
+    with zipfile.ZipFile(job.launcher, "w") as archive:
+        archive.writestr("__main__.py", LAUNCH)
+    lines = job.run("on")
+    assert [line[:3] for line in lines[1::2]] == [[number, False, "True"] for number in range(3)]
+    refusals = [(restart, why) for restart, why in job.told() if why]
+    assert refusals == [(n, "OSError: launch.pyz: no Python source, but an archive or compiled") for n in (1, 2)]
 
 
 def test_a_run_killed_in_a_warm_restart_leaves_nothing(job: Job) -> None:

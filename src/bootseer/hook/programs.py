@@ -102,6 +102,8 @@ def _search(path: str, stamp: tuple[int, ...]) -> tuple[bytes, set[str], list[st
         text = file.read(MAX_BYTES + 1)
     if len(text) > MAX_BYTES:
         raise OSError(f"{os.path.basename(path)}: too large to be searched for imports")
+    if b"\0" in text:
+        raise OSError(f"{os.path.basename(path)}: no Python source, but an archive or compiled")
     lines = _IMPORT_LINE.findall(text)
     words = {word.decode() for line in lines if _SETS.search(line) for word in _WORD.findall(line)}
     names = []
