@@ -94,6 +94,21 @@ def test_links_and_pipes_in_the_spool_are_not_followed(run, env: dict[str, str],
     assert "torchrun" in (tmp_path / "aside" / KNOWN).read_text()
 
 
+@pytest.mark.parametrize("made", ["ln -s {secret} made", "mkdir made && mkfifo made/pages-1.img"])
+def test_links_and_pipes_in_the_folder_for_process_snapshots_are_not_followed(
+    run, env: dict[str, str], tmp_path: Path, made: str
+) -> None:
+    """A container's user may write there."""
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "secret" / "key").write_text("secret")
+    cache = tmp_path / "cache"
+    env |= {"BOOTSEER_CACHE": str(cache), "LOGIN_TOKEN": "something"}
+    script = f"cd {cache}/containers/process-* && {made.format(secret=tmp_path / 'secret')}"
+    done = run("run", "-q", "--process-snapshot", "--", "sh", "-c", script, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert list(cache.glob("processes/*")) == []
+
+
 def test_runs_of_a_node_that_end_together_do_not_disturb_each_other(run, env: dict[str, str], tmp_path: Path) -> None:
     """Another run has just replaced its record, or moved a program's record: the name no longer exists."""
     env["BOOTSEER_CACHE"] = str(tmp_path / "cache")

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import msgspec
 from msgspec import Meta
@@ -218,11 +218,11 @@ class WarmStart:
             refused = _read(Path(self.process_folder, REFUSED))
             if not self._refused.exists() or refused != self._refused.read_bytes():
                 replace_file(self._refused, refused)
-        if self.process is None or not made.is_dir():
+        if self.process is None or made.is_symlink() or not made.is_dir():
             return
         secrets = [(name, value) for name, value in self._env.items() if is_secret(name, value)]
         for pages in made.glob("pages-*.img"):
-            with pages.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory:
+            with _open(pages) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory:
                 for name, value in secrets:
                     if len(value) >= _SHORTEST_SECRET and memory.find(os.fsencode(value)) >= 0:
                         raise PermanentError(f"it contains the value of {name}")
@@ -274,9 +274,13 @@ class WarmStart:
         return found
 
 
+def _open(path: Path) -> BinaryIO:
+    """Open a file of the job's processes, which may be a link, which is an error, or a named pipe, which is empty."""
+    return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+
+
 def _read(path: Path) -> bytes:
-    """A file of the job's processes, which may be a link, which is an error, or a named pipe, which is empty."""
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+    with _open(path) as file:
         return file.read(MAX_BYTES + 1)
 
 
