@@ -234,6 +234,16 @@ def test_a_snapshot_larger_than_the_disk_is_not_unpacked_and_stays(tmp_path: Pat
         assert node.path.exists()
 
 
+def test_a_link_in_place_of_the_folder_is_not_followed(node: Node, images: Path, tmp_path: Path) -> None:
+    """A container's user may put it there while the snapshot is unpacked."""
+    node.snapshot.keep(images)
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "link").symlink_to("etc")
+    with node.path.open("rb") as file, pytest.raises(NotADirectoryError):
+        process_snapshots._unpack(file, tmp_path / "link", None)
+    assert list((tmp_path / "etc").iterdir()) == []
+
+
 def test_the_newest_and_used_ones_stay(node: Node, images: Path) -> None:
     node.snapshot.keep(images)
     folder = node.path.parent

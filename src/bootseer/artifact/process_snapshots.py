@@ -415,10 +415,12 @@ def _unpack(file: BinaryIO, folder: Path, shared: _Shared | None) -> None:
     if document.size_bytes > disk.f_bavail * disk.f_frsize:
         raise PermanentError(f"{folder} has no space for its {document.size_bytes} bytes")
     buffer = memoryview(bytearray(_PIECE))
+    # By descriptor: a container's user may put a link in this folder's place.
+    place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         with zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW).stream_reader(file, read_size=_PIECE) as reader:
             for name, size in document.files:
-                with open(folder / name, "xb", opener=partial(os.open, mode=0o600)) as out:
+                with open(name, "xb", opener=partial(os.open, mode=0o600, dir_fd=place)) as out:
                     while size > 0:
                         read = reader.readinto(buffer[:size])
                         if not read:
@@ -429,6 +431,8 @@ def _unpack(file: BinaryIO, folder: Path, shared: _Shared | None) -> None:
                 raise CorruptError("its files are larger than its document says")
     except zstandard.ZstdError as error:
         raise CorruptError(f"it cannot be decompressed: {error}") from error
+    finally:
+        os.close(place)
 
 
 @contextmanager
