@@ -27,7 +27,7 @@ from bootseer.artifact import document
 from bootseer.artifact.places import cache_root, containers_folder, own_folder, processes_folder, warm_folder
 from bootseer.artifact.workload import workload_key
 from bootseer.errors import BootseerError, PermanentError
-from bootseer.hook.programs import KNOWN, MAX_BYTES, RECORD, SCHEMA, left_out, recorded
+from bootseer.hook.programs import FACTS, KNOWN, MAX_BYTES, RECORD, SCHEMA, left_out, recorded
 from bootseer.io import proc
 from bootseer.io.files import replace_file
 from bootseer.launch.observers import COMMAND_ENDED, StartReport, reporting_errors
@@ -225,6 +225,8 @@ class WarmStart:
             with _open(pages) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory:
                 for name, value in secrets:
                     if len(value) >= _SHORTEST_SECRET and memory.find(os.fsencode(value)) >= 0:
+                        basis = msgspec.json.decode(_read(made / FACTS))["basis"]
+                        replace_file(self._refused, msgspec.json.encode(basis))
                         raise PermanentError(f"it contains the value of {name}")
         self.process.keep(made)
 
