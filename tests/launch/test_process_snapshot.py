@@ -280,6 +280,15 @@ _LEFT_TO_RANKS = (
 )
 
 
+def test_a_snapshot_that_too_many_modules_prevent_is_not_tried_at_the_end_of_each_run(job: Job) -> None:
+    modules = [f"tell{number}" for number in range(9)]
+    for name in modules:
+        job.write(f"lib/{name}.py", "import socket\nsocket.gethostname()\n")
+    job.write("child.py", f"import safetensors, {', '.join(modules)}\n")
+    errors = [job.run().err for _ in range(2)]
+    assert errors == ["bootseer: no process snapshot was made: tell7, which tell7 imports, reads the node's name\n", ""]
+
+
 @pytest.mark.root
 def test_modules_that_read_the_nodes_name_or_draw_random_numbers_are_left_to_the_ranks(job: Job) -> None:
     """Restored in another UTS namespace, with another name."""

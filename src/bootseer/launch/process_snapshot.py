@@ -180,10 +180,10 @@ def _imported(new: str, known: dict[str, Any], env: Mapping[str, str], enter: Ca
         if "pid" in facts:
             _end(facts["pid"])
         if facts["why_not"]:
-            if facts.get("module") in ("", *programs.NEVER_WHOLE):
-                raise RefusedError(facts["why_not"])
-            if facts.get("module") is None or attempt == _TRIES - 1:
+            if facts.get("module") is None:
                 raise SnapshotError(facts["why_not"])
+            if facts["module"] in ("", *programs.NEVER_WHOLE) or attempt == _TRIES - 1:
+                raise RefusedError(facts["why_not"])
             # The ranks import it themselves.
             known["cold"] = {**known["cold"], programs.left_out(facts["module"], known["cold"]): facts["why_not"]}
             continue
@@ -191,7 +191,7 @@ def _imported(new: str, known: dict[str, Any], env: Mapping[str, str], enter: Ca
         if secret:
             raise RefusedError(f"imports read {secret}, which a memory image must not contain")
         variables |= read
-    raise SnapshotError("the imports read other variables each time")
+    raise RefusedError("the imports read other variables each time")
 
 
 def _refused(folder: str) -> Any:
@@ -310,11 +310,12 @@ def _run_criu(
 
 
 def _pause(seconds: float, until_s: float, late: str) -> None:
-    """Sleep. Raises `SnapshotError` with the reason `late` at the deadline, and when a signal asks the run to end."""
+    """Sleep. Raises `RefusedError` with the reason `late` at the deadline, and `SnapshotError` when a signal asks the
+    run to end."""
     if not supervise.ENDING.isdisjoint(signal.sigpending()):
         raise SnapshotError("interrupted")
     if time.monotonic() > until_s:
-        raise SnapshotError(late)
+        raise RefusedError(late)
     time.sleep(seconds)
 
 
