@@ -395,7 +395,7 @@ def _forget_node() -> None:
     time.tzset()  # the node may have another time zone
 
 
-def snapshot(folder: str, launcher: str, target: str, recent_ns: str) -> Any:
+def snapshot(folder: str, launcher: str, recent_ns: str) -> Any:
     """Import in a process that can be dumped; see `Server.snapshot` and `Imports`. Returns only in copies of the
     restored process."""
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
@@ -412,9 +412,9 @@ def snapshot(folder: str, launcher: str, target: str, recent_ns: str) -> Any:
         known = programs.read_known(folder).get(launcher, {})
         server = Server(None, None, Imports(known, dumped=True, recent_ns=int(recent_ns)))
     except Exception as error:
-        programs.write_facts(target, {"why_not": f"{type(error).__name__}: {error}"})
+        programs.write_facts(folder, {"why_not": f"{type(error).__name__}: {error}"})
         os._exit(1)
-    return server.snapshot(target)
+    return server.snapshot(folder)
 
 
 def _clone_far() -> int:

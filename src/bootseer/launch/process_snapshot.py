@@ -259,7 +259,7 @@ def _import(
         json.dump({"schema": programs.SCHEMA, "launchers": {known["launcher"]: known}}, file)
     # The run made this folder before its setup.
     recent_ns = os.stat(os.path.join(os.path.dirname(new), "lock")).st_mtime_ns - _EARLIER_NS
-    words = (programs.SNAPSHOT, new, known["launcher"], new, str(recent_ns))
+    words = (programs.SNAPSHOT, new, known["launcher"], str(recent_ns))
     first = _spawn((known["python"], *known["flags"], server, *words), variables, enter)
     path = os.path.join(new, programs.FACTS)
     until_s, is_said = began_s + _IMPORT_S, time.monotonic() > began_s + _SAID_S
