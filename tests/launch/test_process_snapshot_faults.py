@@ -73,6 +73,14 @@ def test_without_criu_or_rights_the_command_starts_by_exec(made: Job, tmp_path: 
     assert made.run().warm == [True, True]
 
 
+def test_a_job_whose_working_folder_is_deleted_starts_by_exec(made: Job) -> None:
+    made.write("launch.py", "print('ran')\n")
+    (made.folder / "gone").mkdir()
+    before = ("sh", "-c", 'rmdir "$PWD"; exec "$@"', "sh")
+    ran = made.run(before=before, cwd=made.folder / "gone")
+    assert (ran.code, ran.lines) == (0, ["ran"]), ran
+
+
 def test_two_runs_want_the_same_process_id(made: Job) -> None:
     pid = made.pid()
     with process_with(pid):

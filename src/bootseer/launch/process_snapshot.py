@@ -113,7 +113,7 @@ def restore(
         {
             "argv": [*start, *command[1:]] if start else list(command),
             "comm": os.fsencode(os.path.basename(command[0]))[:15],
-            "folder": os.getcwd(),
+            "folder": proc.link("self", "cwd"),
         },
         basis,
     )
