@@ -35,6 +35,7 @@ _UNFIT = {
     "variables": ("import os\nkept = dict(os.environ)", "reads all variables"),
     "secret": ("import secrets\nkept = secrets.token_hex()", "random bytes, in library"),
     "folder": ("import os\nos.chdir('/')", "current folder"),
+    "failed": ("import secrets\nkept = secrets.token_hex()\nraise ImportError", "random bytes, in library"),
 }
 
 
@@ -50,7 +51,7 @@ def test_an_import_that_does_more_than_define_keeps_the_parent_from_being_copied
     text, words = _UNFIT[case]
     launcher.write("library.py", text)
     launcher.env["PYTHONPATH"] = f"{HOOK}/path:{launcher.folder}"
-    launcher.known["modules"] = ["json", "library"]
+    launcher.known["modules"] = ["json", "library", "colorsys"]
     (launcher.folder / "job").mkdir()
     launcher.remember(launcher.write("job/child.py", "print('ran')"))
     assert launcher.run((["job/child.py"], {})) == [(0, "ran\n", "")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -111,10 +112,10 @@ class Imports:
             parts = name.split(".")
             above = (".".join(parts[:end]) for end in range(1, len(parts)))
             first = next((package for package in above if package not in sys.modules), name)
-            try:
+            with contextlib.suppress(
+                Exception
+            ):  # the program raises it, too, or finds the module elsewhere
                 importlib.import_module(name)
-            except Exception:  # noqa: S112 - the program's own import raises it, too, or finds the module elsewhere
-                continue
             if "*" in RecordingEnviron.reads:
                 raise UnfitError(f"{RecordingEnviron.reads['*']}, which {name} imports, reads all variables", first)
             if self._drawn:
