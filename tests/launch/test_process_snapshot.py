@@ -310,7 +310,8 @@ def test_modules_that_read_the_nodes_name_or_draw_random_numbers_are_left_to_the
 
 def test_secrets_are_not_in_a_snapshot(job: Job) -> None:
     secrets = {"THEIR_API_KEY": "s3cret-one", "DB": "postgres://me:s3cret-two@db/x", "MYSQL_PWD": "s3cret-three"}
-    job.env |= secrets
+    job.env |= {**secrets, "TOKENIZERS_PARALLELISM": "false"}
+    job.write("lib/tell.py", "import os\ntold = os.environ['TOKENIZERS_PARALLELISM']\n")
     first = job.run()
     assert (first.err, len(job.snapshots)) == ("", 1), first
     assert b"s3cret-" not in job.image()

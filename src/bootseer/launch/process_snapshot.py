@@ -45,7 +45,7 @@ _TRIES = 8
 """Each learns variables that imports read, or a module that must not be imported in advance."""
 _KEPT = re.compile(r"(?:PATH|HOME|USER|LOGNAME|SHELL|TERM|TMPDIR|LANG|LC_\w+|BOOTSEER_TRACE|BOOTSEER_HOOK)\Z")
 """Variables that every process may have; others only if imports read them."""
-_SECRET = re.compile(r"TOKEN|SECRET|PASS(?:[WP_]|\Z)|_PWD|CREDENTIAL|COOKIE|KEYS?(?:_|\Z)|AUTH", re.IGNORECASE)
+_SECRET = re.compile(r"TOKEN(?!IZER)|SECRET|PASS(?:[WP_]|\Z)|_PWD|CREDENTIAL|COOKIE|KEYS?(?:_|\Z)|AUTH", re.IGNORECASE)
 _SECRET_VALUE = re.compile(r"://[^/@\s]*:[^/@\s]+@|AccountKey=|PRIVATE KEY")
 """An address with a password, a connection string, a PEM file."""
 _CAPABILITIES = 1 << 40 | 1 << 21
