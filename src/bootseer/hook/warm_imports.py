@@ -112,9 +112,7 @@ class Imports:
             parts = name.split(".")
             above = (".".join(parts[:end]) for end in range(1, len(parts)))
             first = next((package for package in above if package not in sys.modules), name)
-            with contextlib.suppress(
-                Exception
-            ):  # the program raises it, too, or finds the module elsewhere
+            with contextlib.suppress(Exception):  # the program raises it, too, or finds the module elsewhere
                 importlib.import_module(name)
             if "*" in RecordingEnviron.reads:
                 raise UnfitError(f"{RecordingEnviron.reads['*']}, which {name} imports, reads all variables", first)
