@@ -58,7 +58,10 @@ def child(*words: str, **env: str) -> Iterator[int]:
 
 
 @pytest.mark.slow
-def test_the_service_shows_where_a_late_process_stands(env: dict[str, str], tmp_path: Path) -> None:
+def test_the_service_shows_where_a_late_process_stands(
+    env: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bootseer.service.deadlines._UNDER_WAY_S", 0.0)
     (tmp_path / "stuck.py").write_text(STUCK)
     with running_service(tmp_path / "data") as running:
         service = running.service

@@ -1,7 +1,8 @@
 """How long a stage may take before a node is late, learned from the starts of the last weeks.
 
-A node is late if its stage takes longer than it did on 99 % of the nodes in nine of ten starts with the same scale,
-kind and cache state; if there are too few of these, of all starts with the same scale. Decides and touches nothing.
+A node is late if its stage takes 15 s longer than it did on 99 % of the nodes in nine of ten starts with the same
+scale, kind and cache state; if there are too few of these, of all starts with the same scale. Decides and touches
+nothing.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ LEARNED_DAYS: Final = 28
 _LEAST: Final = 5
 """Minimum number of starts."""
 _STARTS: Final = 0.9
+_UNDER_WAY_S: Final = 15.0
+"""The line that ends a stage may take so long until it is sent and analysed."""
 _SHOWN: Final = 4
 Day = tuple[int, str, str, str, Sequence[int]]
 """Scale, kind, cache state and stage, and the histogram of the starts' 99th percentiles over nodes on one day."""
@@ -46,7 +49,7 @@ class Deadlines:
         for missing in moment.get("missing", ()):
             stage, took_s = missing["stage"], missing["seconds"]
             limit_s = self.limit_s(bucket, kind, cache_state, stage) if stage and took_s is not None else None
-            if limit_s is not None and took_s > limit_s:
+            if limit_s is not None and took_s > limit_s + _UNDER_WAY_S:
                 found.append({**missing, "limit_s": limit_s})
         return sorted(found, key=lambda one: one["limit_s"] - one["seconds"])
 
