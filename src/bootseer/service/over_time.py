@@ -246,7 +246,9 @@ def now(connection: Connection, deadlines: Deadlines, job: str | None = None) ->
             for one in moment["missing"] if more_s < _MAX_AGE_S else ():
                 if one["seconds"] is not None:
                     one["seconds"] += more_s
-            late = deadlines.late(moment, row["bucket_number"], row["kind"], row["cache_state"])
+            # Nodes report what they had in their caches when training begins.
+            cache_state = row["cache_state"] if row["outcome"] == BEGAN else ""
+            late = deadlines.late(moment, row["bucket_number"], row["kind"], cache_state)
         found.append({**row, "late": late, "line": words(moment, late) if moment else ""})
     return found
 
