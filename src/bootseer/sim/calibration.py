@@ -134,7 +134,8 @@ def calibrated(scenario: Scenario, reports: Sequence[Report]) -> tuple[Scenario,
         base, slope = line(connects)
         put("rest.connect-s", base, f"connection_setup, line through {plural(len(connects), 'start')}")
         put("rest.connect-s-per-1000-ranks", slope * 1000, "the same")
-    factors = [factor for report in reports for factor in _factors(report)]
+    plain = [report for report in reports if report.median_s("environment_setup") is not None]
+    factors = [factor for report in plain for factor in _factors(report)]
     usual = [math.log(factor) for factor in factors if factor < _SLOW]
     slow = [factor for factor in factors if factor >= _SLOW]
     if len(usual) > 2:
