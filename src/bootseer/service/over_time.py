@@ -36,6 +36,8 @@ _BASELINE: Final = 20
 """Number of earlier starts that a start is compared with."""
 _LEAST: Final = 5
 _SIGMAS: Final = 3.0
+_FEW: Final = 10
+"""With so many starts the limit is twice as far as with very many, because their deviation is uncertain."""
 _MAD: Final = 1.4826
 _BAND: Final = 0.1
 """A start within this share of its baseline's median is normal, even if the baseline varies less."""
@@ -187,10 +189,10 @@ def _compared(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def band(values: Sequence[float]) -> tuple[float, float]:
     """The median duration of starts, and the limit up to which one is normal: three robust standard deviations above
-    it, and at least a tenth."""
+    it, more if they are few, and at least a tenth."""
     middle = median(values)
     spread = _MAD * median(abs(value - middle) for value in values)
-    return middle, middle + max(_SIGMAS * spread, _BAND * middle)
+    return middle, middle + max(_SIGMAS * (1 + _FEW / len(values)) * spread, _BAND * middle)
 
 
 def _own_s(row: Mapping[str, Any]) -> float:
