@@ -41,6 +41,7 @@ def ran(tmp_path: Path, *words: str, **env: str) -> subprocess.CompletedProcess[
     ("text", "shown"),
     [
         ("GET https://me:pw@host:5000/v2/?a=1", "GET https://***@host:5000/v2/?a=1"),
+        ("PUT http://me:p@w@host/x for you@host", "PUT http://***@host/x for you@host"),
         ("Authorization: Bearer abc.def next", "Authorization: Bearer *** next"),
         ("url?X-Amz-Signature=abc&x=1", "url?X-Amz-Signature=***&x=1"),
         ("HF_TOKEN=hf_abc password: 'pw'", "HF_TOKEN=*** password: '***'"),

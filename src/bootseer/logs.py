@@ -29,7 +29,7 @@ LEVELS: Final = ("debug", "info", "warning", "error")
 FILE_BYTES: Final = 1 << 20
 """Of a daemon's log; one older file of this size is kept beside it."""
 _ROOT: Final = logging.getLogger("bootseer")
-_LOGIN = re.compile(r"(?<=://)[^/@\s'\"]+(?=@)")
+_LOGIN = re.compile(r"(?<=://)[^/\s'\"]+(?=@)")
 _SECRET = re.compile(
     r"(?i)\b([a-z0-9_.-]*(?:token|secret|passw(?:or)?d|passphrase|signature|credentials?|jwt|sig|(?:api|access|account|"
     r"private|secret)[_-]?key)\b[\"']?\s*[=:]\s*[\"']?"
