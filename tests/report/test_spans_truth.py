@@ -319,6 +319,12 @@ def test_nested_and_overlapping_spans_are_counted_once():
     assert parts == {"install": pytest.approx(3), "verify": pytest.approx(4), "untracked": pytest.approx(3)}
 
 
+def test_time_around_a_part_of_a_part_is_untracked() -> None:
+    imported = span(3, 5, "model_initialization.import.pandas")
+    result = report(span(0, 9, "run"), span(1, None, "command"), imported, began(9))
+    assert row(result, "model_initialization.untracked").work_s == pytest.approx(6)
+
+
 GPUS = {"attrs": {"gpus": 8, "program": "python3"}}
 
 

@@ -47,7 +47,7 @@ def cut(spans: Sequence[Span], begin_ns: int, end_ns: int, last_arrival_ns: dict
     inside = [span for span in spans if span.end_ns > begin_ns and span.begin_ns < end_ns]
     # Parents first among spans that begin together: the longer one encloses the shorter one.
     inside.sort(key=lambda span: (span.begin_ns, -span.end_ns, len(span.stage)))
-    parents = {stage.rpartition(".")[0] for stage in {span.stage for span in inside}}
+    parents = {outer for stage in {span.stage for span in inside} for outer in enclosing(stage)[:-1]}
     edges = {begin_ns, end_ns}
     for span in inside:
         edges.update((max(span.begin_ns, begin_ns), min(span.end_ns, end_ns)))
