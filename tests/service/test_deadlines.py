@@ -71,6 +71,19 @@ def test_the_stack_of_a_replaced_node_is_asked_for_and_counted_in_the_restart_th
     assert INSTALL in [each.stage for each in joined.spans]
 
 
+def test_waiting_at_a_barrier_until_it_opened_makes_no_node_late() -> None:
+    """The line in which it leaves the barrier is under way: nodes that had waited for a slow one seemed to be late."""
+    group, collective = "model_initialization.process_group", "model_initialization.first_collective"
+    left = span(0, 60, group, node="a", rank=0, attrs={"barrier": "process_group"})
+    waits = span(60, None, collective, node="a", rank=0, attrs={"barrier": "first_collective"})
+    live = Live(None, None, None)
+    live.feed([*left, *waits, *span(0, None, group, node="b", rank=1, attrs={"barrier": "process_group"})])
+    deadlines = Deadlines([day(*[0.1] * 9, stage=group)])
+    for now_s, nodes in ((63, []), (90, ["b"])):
+        late = deadlines.late(live.moment((EPOCH_S + now_s) * NS).to_json(), 2, "full", "hit")
+        assert [one["node"] for one in late] == nodes
+
+
 def test_a_stage_of_hours_is_not_late_before_its_usual_time() -> None:
     """Days summed by an earlier version of the service have shorter histograms."""
     short = (2, "full", "hit", INSTALL, [0] * 40 + [1] + [0] * 23)

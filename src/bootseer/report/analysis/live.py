@@ -118,7 +118,8 @@ class Live:
 
     def _reset(self) -> None:
         self._lanes: dict[tuple[str, int], _Lane] = defaultdict(_Lane)
-        self._opened: set[str] = set()
+        self._opened: dict[str, int] = {}
+        """When the first lane left each barrier, ns."""
         self._exits: dict[tuple[str, int], Event] = {}
         self._nodes: dict[str, None] = {}
         self._stated = self._world = 0
@@ -183,7 +184,7 @@ class Live:
             lane.open.pop(event.span, None)
             barrier = lane.waits.pop(event.span, "")
             if barrier and event.outcome == OK:
-                self._opened.add(barrier)
+                self._opened.setdefault(barrier, event.wall_ns)
         lane.began |= event.stage == TRAINING_BEGAN or (
             event.stage == FIRST_STEP and event.phase == END and event.outcome == OK
         )
@@ -243,7 +244,7 @@ class Live:
             )
         # The stages of its ranks are more informative than those of the node around them.
         lanes = [(rank, one) for rank, one in late.items() if one.last] or [(NO_RANK, own)]
-        inside = [(max(one.open.values(), key=_begin), rank) for rank, one in lanes if one.open]
+        inside = [(self._current(one), rank) for rank, one in lanes if one.open]
         if inside:
             event, rank = min(inside, key=lambda found: _begin(found[0]))
             stack = self._stacks.get((self._restart, node, str(rank), event.stage), "")
@@ -253,6 +254,12 @@ class Live:
         if lane.last is None:
             return Missing(node, rank, "", None)
         return Missing(node, rank, f"after {lane.last.stage}", _since(lane.last, now_ns))
+
+    def _current(self, lane: _Lane) -> Event:
+        """The innermost running stage. At a barrier that has opened it counts from then on: before, the lane waited."""
+        event = max(lane.open.values(), key=_begin)
+        opened_ns = self._opened.get(lane.waits.get(event.span, ""), 0)
+        return event._replace(wall_ns=max(event.wall_ns, opened_ns))
 
 
 def _begin(event: Event) -> tuple[int, str]:
