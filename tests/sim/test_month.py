@@ -53,6 +53,17 @@ def test_a_job_that_never_changes_loads_once(scenario: Scenario) -> None:
     assert found["gpu_hours"]["bootseer"] == pytest.approx((60 + 25 * 25 + install_s) * 16 / 3600, abs=0.1)
 
 
+def test_the_allocation_costs_no_gpu_time() -> None:
+    """As in reports."""
+    hours = []
+    for allocate_s in (0, 500):
+        changes = ["month.days=1", "month.draws=1", "month.nodes=1", "month.job-nodes=[1]", "image.gb=1"]
+        one = read_scenario("month", [*changes, "checkpoint.gb=1", f"rest.allocate-s={allocate_s}"])
+        assert one.month is not None
+        hours.append(simulate_month(one, one.month, Policy(25, 7), {})["gpu_hours"])
+    assert hours[0] == pytest.approx(hours[1], abs=0.2)
+
+
 def test_the_same_seed_gives_the_same_month(scenario: Scenario) -> None:
     assert scenario.month is not None
     months = [simulate_month(scenario, scenario.month, Policy(25, 7), TIMES, seed) for seed in (1, 1, 2)]

@@ -20,7 +20,8 @@ from bootseer.sim.scenario import Month, Scenario
 
 _DAY_S: Final = 86400.0
 Times = dict[tuple[int, int], tuple[float, float, float]]
-"""By number of nodes and seed: seconds of a start with empty caches, with full caches, and without BootSeer."""
+"""By number of nodes and seed: seconds after the allocation of a start with empty caches, with full caches, and
+without BootSeer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,8 @@ def simulate_month(scenario: Scenario, month: Month, policy: Policy, times: Time
         kind = job.nodes, number % month.draws
         if kind not in times:
             arms = ("bootseer", "warm", "today")
-            cold_s, warm_s, today_s = (simulate(scenario, job.nodes, arm, kind[1]).began_s for arm in arms)
+            allocate_s = scenario.rest.allocate_s  # without GPUs
+            cold_s, warm_s, today_s = (simulate(scenario, job.nodes, arm, kind[1]).began_s - allocate_s for arm in arms)
             times[kind] = cold_s, warm_s, today_s
         cold_s, warm_s, today_s = times[kind]
         share = lost / (hot_gb * len(chosen)) if hot_gb else 0.0
