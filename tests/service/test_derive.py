@@ -173,6 +173,22 @@ def test_numbers_that_no_job_has_leave_the_sums_of_the_day_there(place: Place) -
     assert place.rows(schema.technique_start)[0].origin_bytes == 2**53
 
 
+@pytest.mark.parametrize(
+    ("read", "fetched", "cached", "hits", "before"),
+    [(100, 110, 0, 0, 0), (100, 100, 100, 0, 0), (100, 0, 100, 1, 100), (100, 30, 70, 1, 70), (0, 0, 0, 1, 0)],
+)
+def test_what_a_start_has_prefetched_was_not_in_its_cache(
+    place: Place, read: int, fetched: int, cached: int, hits: int, before: int
+) -> None:
+    """It is read from the cache: cold starts with a hot list were hits."""
+    counts = {"mode": "mounted", "read_bytes": read, "place_bytes": fetched, "cache_bytes": cached}
+    parts = [*span(0, 100, "run"), moment(99, "checkpoint_start", attrs=counts), *span(90, 100, "first_step")]
+    place.put([encode(event) for event in parts], job="j")
+    derive_attempt(place.raw, place.database, Attempt("j", 0), place.batches, time.time_ns() + DAY_NS)
+    (row,) = place.rows(schema.technique_start)
+    assert (row.hits, row.misses, row.cache_bytes, row.origin_bytes) == (hits, 1 - hits, before, fetched)
+
+
 def test_the_report_is_byte_for_byte_that_of_the_same_lines(place: Place) -> None:
     fleet = Fleet(12, work_of={(3, INSTALL): 90.0})
     lines = fleet.lines()
