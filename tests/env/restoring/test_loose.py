@@ -195,6 +195,14 @@ def test_deletions_happen_only_to_what_the_setup_had_found(machine: Machine) -> 
     assert sorted(reason.split(":")[0] for reason in caught.value.reasons) == ["/home/u/dir", "/home/u/old"]
 
 
+def test_a_file_where_the_setup_had_deleted_a_folder_is_a_conflict(machine: Machine) -> None:
+    entries = machine.entries(deleted=[Path("/home/u/dir")], before={"/home/u/dir": "directory"})
+    machine.at("/home/u/dir").write_text("theirs")
+    with pytest.raises(Conflict, match="/home/u/dir: it differs from what the setup found"):
+        machine.restore(entries)
+    assert machine.at("/home/u/dir").read_text() == "theirs"
+
+
 def test_a_folder_that_the_setup_replaced_must_hold_nothing_else(machine: Machine) -> None:
     machine.setup.write("/home/u/repo/file", "x")
     entries = machine.entries(before={"/home/u/repo": "directory"}, opaque=[Path("/home/u/repo")])

@@ -89,7 +89,6 @@ def plan(
     planner = _Planner(SafeTree(root), source_of, wanted, captured, FactCache(facts), roots)
     for path in sorted(planner.entries, key=lambda path: path.split("/")):
         planner.add(planner.entries[path])
-    planner.check_deletions()
     for entry in mounted:
         planner.check_hidden(entry)
     planner.facts.save()
@@ -138,12 +137,6 @@ class _Planner(Struct):
         chosen = self.deletions if action == "delete" else self.links if entry.link else self.steps
         chosen.append(Step(action, entry))
 
-    def check_deletions(self) -> None:
-        """Refuse to delete folders with entries that are not in the snapshot."""
-        for entry in (step.entry for step in self.deletions if step.entry.before == "directory"):
-            if not (self.captured or is_system(entry.path)) and self.tree.names(entry.path):
-                self._refuse(entry, "the setup deleted this folder, which is not empty here")
-
     def check_hidden(self, entry: Entry) -> None:
         """Refuse a mount that would hide a file which the setup had not found."""
         if entry.kind == "directory" or not is_checked(entry.path, entry.before):
@@ -186,6 +179,8 @@ class _Planner(Struct):
             self._check_mounts(entry)
             if over == "replace" and not self.captured:
                 self._refuse(entry, "the setup replaced this folder by another file")
+            elif not (self.captured or is_system(entry.path)) and self.tree.names(entry.path):
+                self._refuse(entry, "the setup deleted this folder, which is not empty here")
         return over
 
     def _check_mounts(self, entry: Entry) -> None:
