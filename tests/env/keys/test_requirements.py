@@ -195,6 +195,11 @@ def test_variables_in_a_file_are_reported() -> None:
     }
 
 
+@pytest.mark.parametrize("line", ["-e ' '", '-e "\t"', "' '"])
+def test_a_requirement_of_blanks_is_none(line: str) -> None:
+    _closed({"/job/r.txt": line}, "r.txt")
+
+
 @given(st.text(max_size=200))
 def test_no_text_makes_the_reader_fail(text: str) -> None:
     _closed({"/job/r.txt": text}, "r.txt")

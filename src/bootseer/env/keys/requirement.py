@@ -72,7 +72,7 @@ def normalised(name: str) -> str:
 
 def parse(text: str, *, editable: bool = False, hashed: bool = False) -> Requirement | None:
     """Parse one requirement without options; None if it is invalid."""
-    text = text.strip().strip("'\"")
+    text = text.strip().strip("'\"").strip()
     if not text:
         return None
     named = _NAMED.fullmatch(text)
