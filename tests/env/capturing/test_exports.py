@@ -14,7 +14,7 @@ import pytest
 
 from bootseer.env.capturing import exports
 from bootseer.env.capturing.exports import ExportDiff
-from bootseer.env.document import Export, apply_exports
+from bootseer.env.document import MAX_TEXT, Export, apply_exports
 
 ENV = {"PATH": os.environ["PATH"], "HOME": "/nowhere", "LANG": "C.UTF-8", "KEPT": "as it was"}
 BASH = "#!/bin/bash\n"
@@ -232,6 +232,12 @@ def test_values_around_a_present_one_are_put_around_it_again() -> None:
         "NEW": "n",
     }
     assert elsewhere == {"PATH": "/other", "SAME": "2"}
+
+
+def test_no_export_is_kept_that_no_document_can_hold() -> None:
+    left = exports.difference({}, {"LONG": "a:" * (MAX_TEXT // 2), "LONGER": "a:" * (MAX_TEXT // 2) + "b"})
+    assert [export.name for export in left.exports] == ["LONG"]
+    assert left.unsafe == ("it exports LONGER, which is too long",)
 
 
 def test_half_a_file_counts_as_none(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bootseer.env.document import Export
+from bootseer.env.document import MAX_TEXT, Export
 from bootseer.env.keys.key_settings import search_path
 
 OUTPUT = "environment"
@@ -132,7 +132,6 @@ def _shell_name(line: list[str]) -> str:
 
 
 MAX_BYTES = 4 << 20
-_MAX_VALUE = 128 << 10  # the kernel's limit for a string of an environment
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,255}")
 # Variables of shells and terminals, some of which `activate` changes.
 _SHELL_VARIABLES = frozenset((
@@ -251,6 +250,6 @@ def reason_not_kept(name: str, value: str, words: Sequence[re.Pattern[str]]) -> 
         return "which holds a name or an address of this node"
     if any(has_random_name(part) for part in value.split(":")):
         return f"whose value is a scratch file with a random name ({value})"
-    if len(value) > _MAX_VALUE:
+    if len(value) > MAX_TEXT:
         return "which is too long"
     return ""
