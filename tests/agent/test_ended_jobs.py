@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -165,6 +166,16 @@ def test_of_jobs_with_one_secret_the_files_that_were_read_last_are_served(monkey
         ended.take_over({**job, "files": {name * 64: "/cache" for name in names}})
     assert [list(each.files) for each in ended._jobs.values()] == [[name * 64 for name in "cde"]]
     ended.close()
+
+
+def test_few_jobs_are_remembered_even_if_none_can_be_served() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        job = {"name": "n", "rate": 1, "addresses": [f"127.0.0.1:{other.getsockname()[1]}"], "files": {}}
+        ended = EndedJobs(60.0)
+        for number in range(_MAX_JOBS + 5):
+            with pytest.raises(PermanentError, match="cannot listen"):
+                ended.take_over({**job, "secret": f"{number:064x}"})
+    assert len(ended._jobs) == _MAX_JOBS
 
 
 def test_the_unit_allows_the_threads_of_all_ended_jobs() -> None:

@@ -90,13 +90,13 @@ class EndedJobs:
         job.until_s = time.monotonic() + self._keep_s
         older = {identity: root for identity, root in job.files.items() if identity not in files}
         job.files = dict([*older.items(), *files.items()][-_MAX_FILES:])
+        for other in sorted(self._jobs, key=lambda each: self._jobs[each].until_s)[:-_MAX_JOBS]:
+            self._drop(other)
         listening, _ = listen_at_own(addresses)
         if not listening:
             raise PermanentError(f"cannot listen at {', '.join(addresses)}")
         job.addresses = addresses
         job.server = Server(listening, secret, job.find, name=name, max_rate=rate, soon=False, tls=tls)
-        for other in sorted(self._jobs, key=lambda each: self._jobs[each].until_s)[:-_MAX_JOBS]:
-            self._drop(other)
         _LOG.info("serves %d files of ended jobs at %s", len(job.files), ", ".join(addresses))
 
     def release(self, request: Mapping[str, Any]) -> None:
