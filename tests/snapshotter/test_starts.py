@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 
 pytest.importorskip("grpc", reason="needs grpcio")
 
+from bootseer.snapshotter import starts
 from bootseer.snapshotter.lazy import LazyImages, Settings
 from bootseer.snapshotter.service import _STARTS
 from containerd import containerd
@@ -57,6 +60,20 @@ def test_the_record_ends_when_a_container_reports_that_training_has_begun(node: 
             assert time.monotonic() < until, running.logs() + str(running.said("pod"))
             time.sleep(0.2)
         running.remove_pod(pod)
+
+
+def test_connections_that_cannot_be_accepted_cost_little(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """For example while the service has no descriptor left."""
+    stop = threading.Event()
+    monkeypatch.setattr(socket.socket, "accept", lambda self: os.open("/nowhere", 0))
+    starts.start(tmp_path / "s", LazyImages.__new__(LazyImages), lambda folder: "", stop)
+    with socket.socket(socket.AF_UNIX) as container:
+        container.connect(str(tmp_path / "s"))
+        time.sleep(0.5)
+    stop.set()
+    assert 0 < len(caplog.records) < 100
 
 
 def test_a_report_moves_the_end_of_a_record_that_has_not_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

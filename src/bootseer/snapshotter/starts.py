@@ -78,8 +78,8 @@ def _serve(
                         if has_begun or all(other.data[1] != image for other in selector.get_map().values()):
                             images.reschedule(image, 0.0 if has_begun else None)
                         continue
-                    sock = listening.accept()[0]  # closed with its last reference, unless it is registered
                     time.sleep(_PER_CONNECTION_S)
+                    sock = listening.accept()[0]  # closed with its last reference, unless it is registered
                     image = image_of(_changes(sock))
                     _LOG.debug("a container reports its start: %s", image or "of no image")
                     if image and len(selector.get_map()) <= _MAX_CONNECTIONS:
