@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -11,9 +12,12 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from bootseer.launch.environment.lookup_process import LookupProcess
 from bootseer.mounts import kernel
 from environment_place import DEADLINE_S, Place, end, made_place
 
@@ -112,6 +116,21 @@ def test_a_start_that_waits_too_long_installs(place: Place, wait: str) -> None:
         assert (run.returncode, output) == (0, "made\n"), error
     codes = {event.node: event.attrs["code"] for event in place.events() if event.stage == "environment_start"}
     assert codes == {"cache": "no-snapshot", "other": "waited-too-long"}
+
+
+def test_a_lease_is_held_where_the_caller_has_left_many_files_open() -> None:
+    beats: list[int] = []
+    lease = SimpleNamespace(interval_s=0.01, beat=lambda: beats.append(1))  # it is lost at the first beat
+    helper = LookupProcess.__new__(LookupProcess)
+    read_end, write_end = os.pipe()
+    try:
+        helper._read_end = fcntl.fcntl(read_end, fcntl.F_DUPFD_CLOEXEC, 1024)
+    except OSError:
+        pytest.skip("no descriptor may be above 1023")
+    helper._hold(cast(Any, lease), cast(Any, None))
+    assert beats == [1]
+    for each in (read_end, write_end, helper._read_end):
+        os.close(each)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])

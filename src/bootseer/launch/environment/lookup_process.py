@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import math
 import os
-import select
 import time
 from collections.abc import Mapping, Sequence
 
@@ -23,6 +22,7 @@ from bootseer.env.life.decide import Action, Decision, Lookup, after_election, a
 from bootseer.errors import BootseerError
 from bootseer.launch.background import Send
 from bootseer.launch.environment.task import EnvironmentOptions, Task
+from bootseer.mounts.process import readable
 from bootseer.store.store import Store
 
 
@@ -165,7 +165,7 @@ class LookupProcess:
         the setup is not snapshot-safe."""
         reason = b""
         while True:
-            if not select.select([self._read_end], [], [], lease.interval_s)[0]:
+            if not readable([self._read_end], lease.interval_s):
                 if not lease.beat():
                     return
             elif piece := os.read(self._read_end, 4096):
