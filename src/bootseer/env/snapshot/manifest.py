@@ -18,7 +18,6 @@ import zstandard
 from msgspec import Meta, Struct, field
 
 from bootseer.artifact.document import convert, readable
-from bootseer.env.changes import nearest
 from bootseer.errors import CorruptError, PermanentError
 
 SCHEMA = "bootseer.manifest/1"
@@ -179,7 +178,7 @@ def _object(line: bytes) -> dict[str, Any]:
 def _checked(entries: Iterable[Entry]) -> Iterator[Entry]:
     """The entries; raises `CorruptError` for one that is impossible, alone or after those before it."""
     last = b""
-    leaves: set[str] = set()  # paths that are not directories
+    leaves: list[bytes] = []  # paths that are not directories and that the current path begins with, the longest last
     first_names: dict[str, Entry] = {}
     for entry in entries:
         raw = _checked_path(entry.path)
@@ -187,10 +186,14 @@ def _checked(entries: Iterable[Entry]) -> Iterator[Entry]:
             raise _wrong(entry.path, "out of order, or twice")
         last = raw
         _check_fields(entry)
-        if nearest(entry.path, leaves):
+        # Whatever lies between a path and those below it begins with that path, too. Not by looking up each folder
+        # above: a path may have two thousand.
+        while leaves and not raw.startswith(leaves[-1]):
+            leaves.pop()
+        if leaves and raw.startswith(leaves[-1] + b"/"):
             raise _wrong(entry.path, "a place below something that is not a directory")
         if entry.kind != "directory":
-            leaves.add(entry.path)
+            leaves.append(raw)
             if not entry.link:
                 first_names[entry.path] = entry
         if entry.link:
