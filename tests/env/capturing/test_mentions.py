@@ -16,13 +16,19 @@ def test_links_into_scratch_folders_and_import_paths_are_reported(tmp_path: Path
     (tmp_path / "notes.txt").write_text("/tmp/notes\n")
     (tmp_path / "link").symlink_to("/var/tmp/data")
     (tmp_path / "other").symlink_to("/opt/data")
-    names = ["app.pth", "__editable___app_finder.py", "notes.txt", "link", "other", "missing.pth"]
+    (tmp_path / "outside.pth").symlink_to("notes.txt")  # in an image it could lead to a file or pipe of this machine
+    names = ["app.pth", "__editable___app_finder.py", "notes.txt", "link", "other", "missing.pth", "outside.pth"]
     changes = [Change(f"/opt/{name}", Action.ADDED, str(tmp_path / name)) for name in names]
     assert mentions([*changes, Change("/opt/gone.pth", Action.DELETED)]) == [
         "/tmp/repository/src\n",
         "MAPPING = {'app': '/tmp/app'}\n",
         "/var/tmp/data",
     ]
+
+
+def test_a_pipe_named_as_an_import_path_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.pth")
+    assert mentions([Change("/opt/pipe.pth", Action.ADDED, str(tmp_path / "pipe.pth"))]) == [""]
 
 
 def test_files_with_names_of_the_node_or_the_job_are_reported_if_the_setup_names_such_variables(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def same_content(one: PathState, other: PathState) -> bool:
 
 def same_bytes(one: str, other: str) -> bool:
     """Whether two files have the same content."""
-    with _open(one) as first, _open(other) as second:
+    with open_file(one) as first, open_file(other) as second:
         while (piece := first.read(_PIECE)) == second.read(_PIECE):
             if not piece:
                 return True
@@ -108,14 +108,14 @@ def records_before(path: str) -> bool:
 def describe_state(found: PathState) -> str:
     """In the form of `Change.before`."""
     if found.kind == "file":
-        with _open(found.path) as file:
+        with open_file(found.path) as file:
             return f"file:sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
     if found.kind == "symlink":
         return f"symlink:{os.readlink(found.path)}"  # noqa: PTH115
     return "directory" if found.kind == "directory" else "other"
 
 
-def _open(path: str) -> BufferedReader:
+def open_file(path: str) -> BufferedReader:
     """Open for reading, never through a link that has replaced the file."""
     return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
 
