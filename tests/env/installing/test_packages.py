@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from bootseer.env.installing.packages import (
@@ -10,6 +11,7 @@ from bootseer.env.installing.packages import (
     new_distributions,
     new_packages,
     normalised,
+    path_in_root,
 )
 
 STATUS = """Package: zlib1g
@@ -101,3 +103,30 @@ def test_all_spellings_of_a_name_are_one():
     assert {normalised(name) for name in ("Typing_Extensions", "typing.extensions", "typing--extensions")} == {
         "typing-extensions"
     }
+
+
+def test_links_of_an_image_lead_to_its_own_files_and_not_to_this_machines(tmp_path):
+    outside, root = tmp_path / "outside", tmp_path / "root"
+    (outside / "secret-9.dist-info").mkdir(parents=True)
+    (outside / "status").write_text(STATUS)
+    (root / "opt/venv-2/own-1.dist-info").mkdir(parents=True)
+    (root / "opt/venv").symlink_to("/opt/venv-2")
+    (root / "opt/up").symlink_to("../../../opt/./venv")
+    (root / "opt/out").symlink_to(outside)
+    (root / "loop").symlink_to("loop")
+    (root / "var/lib/dpkg").mkdir(parents=True)
+    (root / "var/lib/dpkg/status").symlink_to(outside / "status")
+    found = installed(["/opt/venv", "/opt/up", "/opt/out", "/loop", "/none/.."], root=str(root))
+    assert [each.record for each in found.distributions] == ["/opt/up/own-1.dist-info", "/opt/venv/own-1.dist-info"]
+    assert not found.system
+    assert path_in_root(str(root), "opt/venv/pip.conf") == root / "opt/venv-2/pip.conf"
+    assert path_in_root("/", "opt/x") == Path("/opt/x")
+
+
+def test_pipes_in_an_image_are_no_records(tmp_path):
+    folder = _library(tmp_path)
+    (tmp_path / "var/lib/dpkg").mkdir(parents=True)
+    (folder / "one.egg-info").mkdir()
+    for pipe in (tmp_path / "var/lib/dpkg/status", folder / "two.egg-info", folder / "one.egg-info/PKG-INFO"):
+        os.mkfifo(pipe)
+    assert _found(tmp_path) == set()

@@ -14,11 +14,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from bootseer.env.keys.files import open_regular
 from bootseer.env.keys.node import dpkg_packages
 from bootseer.env.keys.requirement import normalised
+from bootseer.errors import PermanentError
 
 _DPKG_STATUS = "var/lib/dpkg/status"
 _MAX_STATUS_BYTES = 256 << 20
+_MAX_LINKS = 40
+"""As in the kernel, against loops."""
 _EGG_PYTHON = re.compile(r"-py\d+(\.\d+)*$")
 _LIBRARY = re.compile(r"(.*/(?:site|dist)-packages)/[^/]+\.(?:dist|egg)-info(?:/|$)")
 
@@ -48,7 +52,7 @@ class Installed:
 def installed(folders: Iterable[str], *, root: str = "/") -> Installed:
     """The packages in these folders and on the system; the job's `/` can be read at `root`."""
     system: Mapping[str, str] = {}
-    with contextlib.suppress(OSError), path_in_root(root, _DPKG_STATUS).open("rb") as file:
+    with contextlib.suppress(PermanentError), open_regular(path_in_root(root, _DPKG_STATUS)) as file:
         system = dict(row.split(" ", 1) for row in dpkg_packages(file.read(_MAX_STATUS_BYTES)))
     return Installed(tuple(sorted(_distributions(folders, root))), system)
 
@@ -94,8 +98,28 @@ def published_files(paths: Collection[str], read: Callable[[str], bytes]) -> dic
 
 
 def path_in_root(root: str, path: str) -> Path:
-    """Where a path of the job can be read; its `/` is at `root`."""
-    return Path(root) / path.lstrip("/")
+    """Where a path of the job can be read; its `/` is at `root`. Symbolic links in it lead to the job's files, as they
+    do for the job: those of an image could lead to this machine's."""
+    if root == "/":
+        return Path("/", path)
+    found: list[str] = []
+    waiting, num_links = path.split("/")[::-1], 0
+    while waiting:
+        name = waiting.pop()
+        try:
+            target = os.readlink("/".join((root, *found, name)))  # noqa: PTH115 - a name
+        except OSError:  # it is no link, or does not exist
+            if name == "..":
+                found = found[:-1]
+            elif name not in ("", "."):
+                found.append(name)
+            continue
+        num_links += 1
+        if num_links > _MAX_LINKS:
+            return Path(os.devnull, "loop")  # no file
+        found = [] if target.startswith("/") else found
+        waiting += target.split("/")[::-1]
+    return Path(root, *found)
 
 
 def _distributions(folders: Iterable[str], root: str) -> Iterable[Distribution]:
@@ -109,7 +133,7 @@ def _distributions(folders: Iterable[str], root: str) -> Iterable[Distribution]:
             continue
         for name, stamp in found:
             record = f"{folder.rstrip('/')}/{name}"
-            known = _from_folder_name(name) or _from_metadata(path_in_root(root, record))
+            known = _from_folder_name(name) or _from_metadata(root, record)
             if known is not None:
                 yield Distribution(normalised(known[0]), known[1], record, stamp)
 
@@ -122,13 +146,13 @@ def _from_folder_name(folder: str) -> tuple[str, str] | None:
     return (name, version) if hyphen and version and "-" not in version else None
 
 
-def _from_metadata(record: Path) -> tuple[str, str] | None:
+def _from_metadata(root: str, record: str) -> tuple[str, str] | None:
     """Name and version from the metadata, for folders with other names."""
-    for path in (record / "METADATA", record / "PKG-INFO", record):
+    for path in (f"{record}/METADATA", f"{record}/PKG-INFO", record):
         try:
-            with path.open(encoding="utf-8", errors="replace") as file:
-                head = file.read(65536).partition("\n\n")[0]
-        except OSError:
+            with open_regular(path_in_root(root, path)) as file:
+                head = re.split(r"\r?\n\r?\n", file.read(65536).decode("utf-8", "replace"), maxsplit=1)[0]
+        except PermanentError:
             continue
         found = dict(re.findall(r"^(Name|Version):\s*(\S+)", head, re.MULTILINE))
         if len(found) == 2:

@@ -68,7 +68,7 @@ class FactCache:
 def _read_facts(path: Path) -> dict[str, list[Any]]:
     """The facts in a file; empty if others can write it or it is damaged."""
     damaged = (PermanentError, RecursionError, AttributeError)
-    with contextlib.suppress(*damaged), _open_regular(str(path)) as file:
+    with contextlib.suppress(*damaged), open_regular(path) as file:
         status = os.fstat(file.fileno())
         if status.st_uid == os.geteuid() and not status.st_mode & 0o022 and status.st_size <= _MAX_FACTS_BYTES:
             facts = json.loads(file.read(_MAX_FACTS_BYTES)).items()
@@ -123,7 +123,7 @@ class NodeFiles:
 
     def read(self, path: str) -> bytes:
         """The content of a text file. Raises `PermanentError`."""
-        with _open_regular(path) as file:
+        with open_regular(path) as file:
             data = file.read(MAX_TEXT_BYTES + 1)
         if len(data) > MAX_TEXT_BYTES:
             raise PermanentError(f"{path}: more than {format_bytes(MAX_TEXT_BYTES)}, too large for a file of this kind")
@@ -135,7 +135,7 @@ class NodeFiles:
 
     def _digest(self, path: str) -> tuple[str, os.stat_result]:
         """SHA-256 of the content as hex digits, and the file's status. Raises `PermanentError`."""
-        with _open_regular(path) as file:
+        with open_regular(path) as file:
             status = os.fstat(file.fileno())
             stamp = stamp_of(status)
             large = status.st_size >= _REMEMBERED_BYTES
@@ -179,7 +179,7 @@ def is_settled(status: os.stat_result) -> bool:
 
 
 @contextlib.contextmanager
-def _open_regular(path: str) -> Iterator[BinaryIO]:
+def open_regular(path: str | Path) -> Iterator[BinaryIO]:
     """Open a regular file for reading; pipes and devices are refused without blocking. Raises `PermanentError`, also
     for errors while it is read."""
     try:

@@ -25,7 +25,14 @@ from bootseer.env.installing import interpreter
 from bootseer.env.installing.bytecode_compile import by_interpreter, compile_command
 from bootseer.env.installing.choose import Command, Installation, choose
 from bootseer.env.installing.interpreter import Run, module_command, runner
-from bootseer.env.installing.packages import Distribution, Installed, installed, new_distributions, new_packages
+from bootseer.env.installing.packages import (
+    Distribution,
+    Installed,
+    installed,
+    new_distributions,
+    new_packages,
+    path_in_root,
+)
 from bootseer.env.installing.validate import conflicts, validate
 from bootseer.env.keys.lock import own_uv
 from bootseer.env.keys.node import Interpreter, find_python
@@ -157,7 +164,7 @@ class SetupHost:
 
     def at(self, path: str) -> Path:
         """Where a path of the setup can be read."""
-        return Path(self.root) / path.lstrip("/")
+        return path_in_root(self.root, path)
 
     @property
     def own_uv(self) -> str:
