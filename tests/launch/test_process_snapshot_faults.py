@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from bootseer.artifact.process_snapshots import ProcessSnapshot
+from bootseer.hook.programs import KNOWN
 from launch.test_process_snapshot import LIMIT_S, Job
 from small_disks import small_disk
 from waiting import processes, until
@@ -108,6 +109,9 @@ def test_a_damaged_snapshot_is_made_anew(made: Job) -> None:
         folder = made.folder / f"short-{name}"
         said: list[str] = []
         assert ProcessSnapshot(path, folder, said.append).unpack()
+        assert (
+            '"start_digest": ""' in (folder / KNOWN).read_text()
+        )  # from that of all variables, secrets can be guessed
         (found,) = folder.glob(name)
         os.truncate(found, found.stat().st_size // 2)
         ProcessSnapshot(path, folder, said.append).keep(folder)

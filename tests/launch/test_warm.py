@@ -73,8 +73,9 @@ def test_what_concerns_one_start_alone_is_not_learnt():
 def test_other_nodes_see_no_value_that_might_be_a_path_or_a_secret() -> None:
     native = {"OMP_NUM_THREADS": "1", "OMP_TOOL_LIBRARIES": "/home/me/lib", "TZ": "x" * 33, "OMP_PLACES": "cores:4"}
     native |= {"LD_PRELOAD": "mine.so", "PYTHONPATH": ".", "NVIDIA_API_KEY": "h4nter", "HTTP_PROXY": "theirs:80"}
-    known = merge_records(Known(), [msgspec.structs.replace(RECORDED, native=native)], [])
+    known = merge_records(Known(), [msgspec.structs.replace(RECORDED, native=native, start_digest="5e4d")], [])
     assert shared(known).launchers["torchrun"].native == {"OMP_NUM_THREADS": "1", "OMP_PLACES": "cores:4"}
+    assert shared(known).launchers["torchrun"].start_digest == ""  # of all variables: their values can be guessed
 
 
 def test_links_and_pipes_in_the_spool_are_not_followed(run, env: dict[str, str], tmp_path: Path) -> None:

@@ -229,7 +229,7 @@ def _known(env: Mapping[str, str], command: Sequence[str]) -> tuple[dict[str, An
             if not one["never"] and (not is_script or one["start"][-1:] == [path]):
                 args = command[1:] if is_script else command[words:]
                 if one["start_digest"] == programs.start_digest(os.getpid(), args, env):
-                    return {**one, "launcher": name}, is_script
+                    return {**one, "launcher": name, "start_digest": ""}, is_script  # not for stores: `warm.shared`
         time.sleep(pause_s)
     raise LookupError("the command is no Python program with recorded ranks, or changes variables or limits")
 

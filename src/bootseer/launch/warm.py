@@ -124,7 +124,8 @@ def shared(known: Known) -> Known:
         native = {
             key: value for key, value in one.native.items() if recorded(key) and _SHARED.fullmatch(f"{key}={value}")
         }
-        launchers[name] = replace(one, native=native, start=(), python="")  # no programs to start
+        # No programs to start; and from the digest, whose input is all variables, a short password can be guessed.
+        launchers[name] = replace(one, native=native, start=(), start_digest="", python="")
     return Known(launchers)
 
 
