@@ -48,6 +48,8 @@ def ran(tmp_path: Path, *words: str, **env: str) -> subprocess.CompletedProcess[
         ("AWS_SECRET_ACCESS_KEY=abc x", "AWS_SECRET_ACCESS_KEY=*** x"),
         ("https://a.blob.example/c?sv=1&sig=abc%3D&se=2", "https://a.blob.example/c?sv=1&sig=***&se=2"),
         ("AccountName=a;AccountKey=abc==;x", "AccountName=a;AccountKey=***;x"),
+        ("-Dfs.s3a.secret.key=abc -Dx=1", "-Dfs.s3a.secret.key=*** -Dx=1"),
+        ("-Dfs.azure.account.key.a.dfs.core.windows.net=b==", "-Dfs.azure.account.key.a.dfs.core.windows.net=***"),
         ("serve --password geheim1 --db-token 'abc' --port 80", "serve --password *** --db-token '***' --port 80"),
         ("['--api-key', 'abc', '--no-token', '--x']", "['--api-key', '***', '--no-token', '--x']"),
         ("X=Basic dXNlcjpwYXNzd29yZA== y", "X=Basic *** y"),

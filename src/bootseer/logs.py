@@ -31,11 +31,12 @@ FILE_BYTES: Final = 1 << 20
 _ROOT: Final = logging.getLogger("bootseer")
 _LOGIN = re.compile(r"(?<=://)[^/\s'\"]+(?=@)")
 _SECRET = re.compile(
-    r"(?i)\b([a-z0-9_.-]*(?:token|secret|passw(?:or)?d|passphrase|signature|credentials?|jwt|sig|(?:api|access|account|"
-    r"private|secret)[_-]?key)\b[\"']?\s*[=:]\s*[\"']?"
-    r"|(?<=--)[a-z0-9-]*(?:token|secret|passw(?:or)?d|passphrase|-key)(?:[\"'],)?\s+[\"']?(?!-)"
-    r"|(?:basic|bearer) (?=[a-z0-9+/=._~-]{16})"
-    r"|authorization[\"']?\s*[=:]\s*(?:\w+ )?)[^\s&,;'\"]+"
+    # Each word is tried from its beginning alone: a path of many short names would take seconds.
+    r"(?i)((?<![a-z0-9_.-])[a-z0-9_.-]*(?:token|secret|passw(?:or)?d|passphrase|signature|credentials?|jwt|sig|(?:api|access|"
+    r"account|private|secret)[._-]?key(?:\.[a-z0-9.-]{1,60})?)\b[\"']?\s*[=:]\s*[\"']?"
+    r"|\b(?<=--)(?<![\w-]--)[a-z0-9-]*(?:token|secret|passw(?:or)?d|passphrase|-key)(?:[\"'],)?\s+[\"']?(?!-)"
+    r"|\b(?:basic|bearer) (?=[a-z0-9+/=._~-]{16})"
+    r"|\bauthorization[\"']?\s*[=:]\s*(?:\w+ )?)[^\s&,;'\"]+"
 )
 
 
