@@ -57,6 +57,16 @@ def test_pip_tries_after_uv_has_failed_and_not_after_a_signal(
     assert host.ran == ran
 
 
+def test_settings_that_an_image_links_to_are_its_own_files(task: Task, tmp_path: Path) -> None:
+    """The node's may have passwords, which the setup would get."""
+    outside, root = tmp_path / "pip.conf", tmp_path / "root"
+    outside.write_text("[global]\nindex-url = https://node:pw@pypi.example/simple\n")
+    (root / "etc").mkdir(parents=True)
+    (root / "etc/pip.conf").symlink_to(outside)
+    host = SetupHost(task, root=str(root))
+    assert host.at("/etc/pip.conf") == root / str(outside).lstrip("/")
+
+
 def test_a_signal_during_the_compilation_ends_the_setup(task: Task) -> None:
     python = ask(sys.executable, os.environ, runner())
     new = [Distribution("alpha", "1", f"{python.folders[0]}/alpha-1.dist-info", 0)]
