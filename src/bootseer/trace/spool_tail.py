@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import time
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -20,6 +21,8 @@ _NAME = re.compile(rf"(.+)\.\d+\.\d+{re.escape(SUFFIX)}")
 MAX_BYTES_PER_LOOK = 1 << 20
 """Limit in bytes per file and poll; the rest is read by the next poll. A longer line cannot be an event, and is passed
 over piece by piece."""
+_LAST_S = 10.0
+"""The end of a run reads no longer: a container's user may leave a file of any size there, which takes no space."""
 
 
 def spool_files(folder: str, node: str = "") -> dict[str, tuple[int, int]]:
@@ -80,8 +83,9 @@ class SpoolTail:
     def poll(self, *, last: bool = False) -> list[Event]:
         """Events of the lines completed since the last call, file by file.
 
-        A missing folder or file gives none. With `last` all complete lines are read. Never raises.
+        A missing folder or file gives none. With `last` all complete lines are read, for some seconds. Never raises.
         """
+        until_s = time.monotonic() + _LAST_S
         events: list[Event] = []
         try:
             listing = spool_files(self._folder, self._node)
@@ -98,6 +102,6 @@ class SpoolTail:
                             event = decode(line)
                             if self._keeps(event):
                                 events.append(event)
-                    if not last:
+                    if not last or time.monotonic() > until_s:
                         break
         return events
