@@ -77,9 +77,11 @@ class FairTurn:
         with self._change:
             if self._owner != me:
                 self._waiting.append(me)
-                if not self._change.wait_for(lambda: self._owner is None and self._waiting[0] == me, DEADLINE_S):
-                    return False
+                is_free = self._change.wait_for(lambda: self._owner is None and self._waiting[0] == me, DEADLINE_S)
                 self._waiting.remove(me)
+                if not is_free:
+                    self._change.notify_all()
+                    return False
                 self._owner = me
             self._depth += 1
             return True
