@@ -48,6 +48,15 @@ def test_calls_that_were_left_behind_do_not_see_the_interpreter_end(tmp_path: Pa
     assert "torn down" not in errors
 
 
+def test_a_second_ctrl_c_ends_it_without_a_traceback() -> None:
+    code = (
+        "import signal; from bootseer.cli import main; again = lambda *_: signal.raise_signal(signal.SIGINT);"
+        "main._any_verb = main._say = again; main.main()"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert (ran.returncode, ran.stderr) == (-signal.SIGINT, b"")
+
+
 def test_nor_if_a_verb_ends_early_with_an_exit_code(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
