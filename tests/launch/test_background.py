@@ -10,11 +10,14 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from bootseer.errors import PermanentError, TransientError
 from bootseer.launch.background import Send, start_background
+from bootseer.launch.environment.publish import Publishing
 from bootseer.mounts.process import ProcessId
 
 DEADLINE_S = 120.0
@@ -25,6 +28,14 @@ def wait_for(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < until
         time.sleep(0.01)
+
+
+def test_a_publication_that_was_cancelled_is_not_called_dead(capfd: pytest.CaptureFixture[str]) -> None:
+    session = SimpleNamespace(tracer=SimpleNamespace(emit=lambda *_, **__: None), span="")
+    task: Any = SimpleNamespace(outcome={}, session=session)
+    killed: Any = SimpleNamespace(stop=lambda: None, messages=list)  # in a library, it did not end at SIGTERM
+    Publishing(task, killed).stop()
+    assert capfd.readouterr().err == "bootseer: no snapshot of the environment was published: it was cancelled\n"
 
 
 def test_messages_arrive_in_order(tmp_path: Path) -> None:

@@ -89,14 +89,14 @@ class Publishing:
 
     def stop(self) -> None:
         self._background.stop()
-        self._report()
+        self._report("it was cancelled")
 
-    def _report(self) -> None:
+    def _report(self, otherwise: str = "the publishing process died") -> None:
         messages = self._background.messages()
         for line in (str(one["say"]) for one in messages if "say" in one):
             say(line)
         result = next((one for one in messages if "published" in one), None)
-        error = next((one["error"] for one in messages if "error" in one), "the publishing process died")
+        error = next((one["error"] for one in messages if "error" in one), otherwise)
         if result is None:
             report_outcome(self._task, False, str(error))
         else:
