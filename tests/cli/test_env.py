@@ -6,8 +6,10 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +20,11 @@ import pytest
 from bootseer.cli.env_options import parse_duration
 from bootseer.cli.verbs import cli
 from bootseer.env.processes import process
+from bootseer.env.restoring import loose
+from bootseer.env.snapshot import verify
 from bootseer.errors import Interrupted, UsageError
 from bootseer.launch.environment import snapshot
+from bootseer.mounts.process import ProcessId
 from environment_place import Place, made_place
 from waiting import until
 
@@ -113,6 +118,46 @@ def test_a_signal_ends_a_comparison_with_a_fresh_installation(tmp_path: Path, mo
     saved = snapshot.SavedSnapshot(document, str(tmp_path), tmp_path / "cache", env)
     with pytest.raises(Interrupted):
         saved.compare_with_fresh("true", ())
+
+
+def test_sigterm_while_a_snapshot_is_verified_or_copied_unmounts_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = []
+
+    @contextmanager
+    def mounted(self: object) -> Iterator[tuple[Any, list[Any]]]:
+        try:
+            yield SimpleNamespace(path=tmp_path, at=None), []
+        finally:
+            ended.append(self)
+
+    monkeypatch.setattr(snapshot.SavedSnapshot, "_mounted", mounted)
+    monkeypatch.setattr(verify, "verify", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(loose, "plan", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
+    saved = snapshot.SavedSnapshot(SimpleNamespace(), "", tmp_path, {})  # type: ignore[arg-type]
+    with pytest.raises(Interrupted):
+        saved.check("quick", lambda done, of: None)
+    with pytest.raises(Interrupted):
+        saved.copy_to(tmp_path / "copy")
+    assert len(ended) == 2
+
+
+def test_sigterm_while_a_lock_is_made_ends_uv_and_leaves_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "in.txt").write_text("six\n")
+    uv = tmp_path / "uv"
+    uv.write_text("#!/bin/sh\necho $$ > pid.new && mv pid.new pid\nexec sleep 600\n")
+    uv.chmod(0o755)
+    words = [f"{Path(sys.executable).parent}/bootseer", "env", "lock", "in.txt", "--uv", str(uv)]
+    scratch = {**os.environ, "TMPDIR": str(tmp_path / "scratch")}
+    with subprocess.Popen(words, cwd=tmp_path, env=scratch, stderr=subprocess.PIPE) as locking:
+        until((tmp_path / "pid").exists)
+        locking.send_signal(signal.SIGTERM)
+        assert locking.communicate()[1] == b"bootseer: interrupted\n"
+    assert locking.returncode == 143
+    assert not ProcessId.of(int((tmp_path / "pid").read_text()))
+    assert list((tmp_path / "scratch").iterdir()) == []
 
 
 @pytest.mark.root

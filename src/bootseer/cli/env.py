@@ -26,6 +26,7 @@ from bootseer.errors import UsageError
 from bootseer.launch.environment.lookup_process import key_request
 from bootseer.launch.environment.plain import check_files
 from bootseer.launch.environment.snapshot import SavedSnapshot, make_snapshot
+from bootseer.launch.interrupt import interruptible
 from bootseer.units import format_bytes, format_seconds, plural
 
 if TYPE_CHECKING:
@@ -294,7 +295,8 @@ def lock_command(requirements: tuple[str, ...], lock: Path, python: str | None, 
     bootseer run --requirements requirements.txt -- python train.py
     """
     program = python or shutil.which("python3") or shutil.which("python")
-    path = resolve(requirements, program, lock, env=os.environ, uv=uv)
+    with interruptible():
+        path = resolve(requirements, program, lock, env=os.environ, uv=uv)
     text = path.read_text(encoding="utf-8")
     pins = [line.split()[0] for line in text.splitlines() if "==" in line and not line.lstrip().startswith(("#", "--"))]
     output({"file": str(path.absolute()), "packages": pins}, f"{path}: {plural(len(pins), 'package')}")

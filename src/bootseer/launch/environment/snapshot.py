@@ -118,7 +118,7 @@ class SavedSnapshot:
 
     def copy_to(self, folder: Path) -> int:
         """Write all its files below a folder, which is created; returns the number of paths."""
-        with self._mounted() as (layer, entries):
+        with interruptible(), self._mounted() as (layer, entries):
             folder.mkdir(parents=True, exist_ok=True)
             # In a new folder there is nothing of what the setup had found.
             copied = [replace(entry, before="") for entry in _with_parents(entries, layer) if entry.kind != "deleted"]
@@ -128,7 +128,7 @@ class SavedSnapshot:
 
     def check(self, tier: Literal["quick", "full"], progress: Callable[[int, int], None]) -> Comparison:
         """Compare its mounted files with its manifest."""
-        with self._mounted() as (layer, entries):
+        with interruptible(), self._mounted() as (layer, entries):
             owners = os.geteuid() == 0
             found = verify.verify(str(layer.path), entries, tier, layer=True, owners=owners, progress=progress)
         return Comparison(tuple(found), len(entries))
