@@ -88,7 +88,9 @@ def test_no_block_border_loses_an_event(found, monkeypatch):
     cri = head + b"P " + ONE[:40] + b"\n" + head + b"P " + ONE[40:90] + b"\n" + head + b"F " + ONE[90:]
     other = b"2026-11-20T10:00:00Z stderr F noise\n"
     mixed = head + b"P " + ONE[:40] + b"\n" + other + head + b"F " + ONE[40:]
-    for log in (b"x\n" + ONE + b"y\n", b"2026-11-20T10:00:00Z stdout F x\n" + cri + mixed + other):
+    error = head.replace(b"stdout", b"stderr")
+    crossed = error + b"P " + LINES[4][:40] + b"\n" + mixed.replace(other, error + b"F " + LINES[4][40:])
+    for log in (b"x\n" + ONE + b"y\n", b"2026-11-20T10:00:00Z stdout F x\n" + cri + mixed + other + crossed):
         whole = found(log)
         for size in range(4, len(log) + 1, 3):
             monkeypatch.setattr(inputs, "_READ_BYTES", size)

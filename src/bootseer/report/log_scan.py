@@ -327,6 +327,7 @@ def _open_record(text: bytes, end: int) -> int:
             closed.add(stream)
         elif stream not in closed:
             first = begin
+            closed.clear()  # nor must a record be cut that ends behind this one's begin
     return first if end - first < _MAX_LINE else end
 
 
