@@ -339,6 +339,17 @@ def test_events_of_kubernetes_find_the_nodes_that_are_named_by_machine_and_uid(f
     assert not any("uid" in fact for node in report.nodes for fact in node.attrs)
 
 
+def test_the_domain_of_a_node_is_missing_in_nccls_lines_and_in_the_names_of_files(tmp_path):
+    begin_s, nodes = 1_795_197_241 - EPOCH_S, {"gpu-1.example.org", "gpu-2.example.org"}
+    own = [one for node in nodes for one in span(begin_s, begin_s + 99, "run", node=node)]
+    (tmp_path / "own").write_bytes(b"".join(map(encode, own)))
+    (tmp_path / "nccl").write_bytes(b"".join(line for line in BOTH.splitlines(keepends=True) if b"NCCL" in line))
+    (tmp_path / "gpu-2.example.org.log").write_bytes(WITHOUT_NCCL)
+    result = scan(inputs.sources([str(tmp_path)]))
+    of_nccl = {event.node for event in result.events if event.attrs.get("parsed_from") == "nccl"}
+    assert ({event.node for event in result.events}, of_nccl, result.skipped) == (nodes, nodes, {})
+
+
 def test_a_log_of_several_launchers_tells_how_many_nodes_are_missing(found):
     """Without NCCL's lines, the output of `srun torchrun` looks like the log of one node."""
     result = found(Path("tests/golden/torchelastic/restart.log").read_bytes().replace(b"size=1\n", b"size=8\n"))

@@ -81,6 +81,9 @@ def _assign(result: Scanned, own: Sequence[Event], job: str) -> None:
     stages = {event.stage for event in own}
     # Foreign logs have only the bare name of a pod or host.
     nodes = {event.node.partition("/")[0]: event.node for event in own}
+    # NCCL and the names of files have no domain.
+    hosts = Counter(name.partition(".")[0] for name in nodes)
+    nodes |= {host: node for name, node in nodes.items() if hosts[host := name.partition(".")[0]] == 1}
     uids = {event.node.partition("/")[2]: event.node for event in own}
     nodes |= {event.node: uids[uid] for event in result.events if (uid := event.attrs.get("pod_uid")) in uids}
     # A list of events of a whole cluster includes pods of other jobs.
