@@ -52,6 +52,7 @@ WRAPPED = {
     "colour": lambda line: b"\x1b[32m" + line.rstrip() + b"\x1b[0m\n",
     "nul": lambda line: b"\0\0" + line,
     "not utf-8": lambda line: b"\xff\xfe " + line,
+    "json not utf-8": lambda line: journal(line).replace(b'"7"', b'"\xe9"'),
     "behind json": lambda line: b'{"not": "ours"} ' + line,
 }
 

@@ -281,7 +281,9 @@ def test_lines_inside_of_log_records_are_found(service):
     data = lines().decode().splitlines()
     records.add().body.string_value = "nothing of ours"
     records.add().body.string_value = f"2026-11-23 stderr F {data[0]}"
-    records.add().body.kvlist_value.values.add(key="log").value.string_value = "\n".join(data[1:])
+    record = json.dumps({"log": data[1] + "\n", "stream": "stderr", "time": "2026-11-23T10:00:00Z"})
+    records.add().body.string_value = record.replace('": "', '":"')  # as Docker writes it
+    records.add().body.kvlist_value.values.add(key="log").value.string_value = "\n".join(data[2:])
     answer = service.post("/v1/logs", request.SerializeToString(), content_type="application/x-protobuf")
     assert answer.status_code == 200
     assert len(service.raw_lines()) == len(data)
@@ -291,7 +293,7 @@ def test_lines_inside_of_log_records_are_found(service):
     ("media", "data", "status"),
     [("application/x-protobuf", b"\xff\xff", 400), ("application/json", b"[]", 400), ("application/json", b"{", 400),
      ("application/json", b'{"resourceSpans":[{"scopeSpans":[{"spans":[{"traceId":"xyz"}]}]}]}', 400),
-     ("text/plain", b"", 415), ("application/json", b"{}", 200)],
+     ("application/json", rb'{"\ud800":1}', 400), ("text/plain", b"", 415), ("application/json", b"{}", 200)],
 )  # fmt: skip
 def test_what_is_no_otlp_is_reported(service, media, data, status):
     assert service.post("/v1/traces", data, content_type=media).status_code == status

@@ -210,7 +210,7 @@ class _FileScan:
         for begin in sorted(events | hits.keys()):
             self.lines += text.count(b"\n", counted, begin)
             counted = begin
-            raw = _unwrapped(text, begin)
+            raw = unwrapped(text, begin)
             if begin in events:
                 self._events(raw)
             wanted = hits.get(begin)
@@ -339,7 +339,7 @@ def _ends_in_tag(text: bytes, begin: int) -> bool:
     return place >= 0 and TAG_STEM.startswith(tail[place:])
 
 
-def _unwrapped(text: bytes, begin: int) -> bytes:
+def unwrapped(text: bytes, begin: int) -> bytes:
     """The line at `begin` as the program wrote it, after the time that the collector added."""
     end = text.find(b"\n", begin)
     line = text[begin : end if end >= 0 else len(text)]
@@ -369,7 +369,7 @@ def _unwrapped(text: bytes, begin: int) -> bytes:
 def _from_json(line: bytes) -> bytes:
     """The line that a collector wrapped in JSON; unchanged if it is not such a record."""
     try:
-        record = json.loads(line)
+        record = json.loads(line.decode("utf-8", "replace"))
     except (ValueError, RecursionError):
         return line
     log = next((log for key in _JSON_KEYS if isinstance(log := record.get(key), str)), None)

@@ -21,6 +21,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 from starlette.requests import Request
 from starlette.responses import Response
 
+from bootseer.report.log_scan import unwrapped
 from bootseer.service.access import Grant
 from bootseer.service.ingest import Batch, Ingest, Outcome, Refused, sort_lines
 from bootseer.trace.event import BEGIN, END, FAILED, INSTANT, KINDS, NO_RANK, OK, Event, encode, stage_name
@@ -81,7 +82,7 @@ def _parsed(data: bytes, media: str, kind: str) -> Any:
             if not isinstance(document, dict):
                 raise ParseError("no object")
             ParseDict(_with_base64(document, _DEPTH), made, ignore_unknown_fields=True)
-    except (DecodeError, ParseError, ValueError, RecursionError) as error:
+    except (DecodeError, ParseError, ValueError, RecursionError, SystemError) as error:  # the last one for "\ud800"
         raise Refused(400, f"invalid OTLP request: {str(error)[:200]}") from None
     return made
 
@@ -186,7 +187,8 @@ def lines_of_logs(request: Any) -> tuple[list[bytes], int]:
             for record in scope.log_records:
                 for text in _texts(record.body, _DEPTH):
                     if "@bootseer" in text:
-                        lines += text.encode("utf-8", "surrogatepass").splitlines()
+                        for line in text.encode("utf-8", "surrogatepass").splitlines():
+                            lines += unwrapped(line, 0).splitlines()
     return lines, 0
 
 
