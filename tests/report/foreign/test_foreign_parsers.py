@@ -389,6 +389,18 @@ def test_an_install_of_more_than_a_week_is_no_span(read: Any) -> None:
     assert [(fact["text"], fact["duration_s"]) for fact in found["facts"]] == [("pip installed 2 packages", None)]
 
 
+def test_each_task_of_a_job_array_is_configured_by_itself(read: Any) -> None:
+    lines = [
+        "[2026-11-20T17:54:10] sched: Allocate JobId=42_1(42) NodeList=n1 #CPUs=1 Partition=p",
+        "[2026-11-20T17:54:11] sched: Allocate JobId=42_2(43) NodeList=n2 #CPUs=1 Partition=p",
+        "[2026-11-20T17:54:41] job_time_limit: Configuration for JobId=42_1(42) is complete",
+        "[2026-11-20T17:55:51] job_time_limit: Configuration for JobId=42_2(43) is complete",
+    ]
+    events = read("\n".join(lines))["slurm"]["events"]
+    ends = [(one["job"], one["node"], one["wall_ns"] // 10**9 % 1000) for one in events if one["phase"] == "end"]
+    assert ends == [("42_1", "n1", 281), ("42_2", "n2", 351)]
+
+
 def test_events_that_name_many_nodes_are_repeated_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare, "_MAX_REPEATED", 2_500)
     begin, _ = span(0, 10, "queue", attrs={"nodes": "n[1-999]", "parsed_from": "slurm"})

@@ -39,6 +39,8 @@ _RUNTIME_ENV = "environment_setup.runtime_env"
 _READ = "model_initialization.checkpoint_read"
 
 _JOB = r"(?P<job>(?P<key>\d{1,12})(?:_\d{1,12})?)"
+_TASK = r"(?P<job>\d{1,12}(?:_\d{1,12})?)"
+"""Of a job array, each task is configured by itself, while all are submitted as one job."""
 _HOSTS = r"(?P<host>[a-zA-Z][\w.,\[\]-]{0,4095})"
 _ON = rf"{_JOB}\S{{0,99}} in \S+ on {_HOSTS}"
 _ALLOCATED = rf"{_JOB}\S{{0,99}} NodeList={_HOSTS}"
@@ -71,9 +73,9 @@ PROGRAMS: dict[str, tuple[Rule, ...]] = {
         Rule(END, "queue", "Allocate JobId=", _ALLOCATED),
         Rule(END, "queue", "_slurm_rpc_allocate_resources", rf":? JobId={_ALLOCATED}"),
         Rule(END, "queue", "Started JobId=", _ON),
-        Rule(BEGIN, "allocation", "Allocate JobId=", _ALLOCATED, seldom_ended=True),
-        Rule(BEGIN, "allocation", "Started JobId=", _ON, seldom_ended=True),
-        Rule(END, "allocation", "Configuration for JobId=", rf"{_JOB}\S{{0,99}} is complete"),
+        Rule(BEGIN, "allocation", "Allocate JobId=", _ALLOCATED.replace(_JOB, _TASK), seldom_ended=True),
+        Rule(BEGIN, "allocation", "Started JobId=", _ON.replace(_JOB, _TASK), seldom_ended=True),
+        Rule(END, "allocation", "Configuration for JobId=", rf"{_TASK}\S{{0,99}} is complete"),
         Rule(MARK, "bound", "Launching batch ", rf"(?:job |JobId=){_JOB} for UID \d"),
         Rule(MARK, "bound", "StepId=", rf"(?<=launch task StepId=){_JOB}\.\S+ request from UID:?\s?\d"),
     ),
