@@ -27,7 +27,8 @@ _STEP_BYTES = 1024
 """Fed to a decompressor at once; all of a damaged piece is lost. A zstd block of 3 bytes can expand to 128 KiB, so this
 bounds what is held at 45 MB."""
 _GZIP = b"\x1f\x8b"
-_ZSTD = b"\x28\xb5\x2f\xfd"
+_ZSTD = (b"\x28\xb5\x2f\xfd", b"\x50\x2a\x4d\x18")
+"""The second one begins what pzstd writes."""
 _HINT = "give log files, folders with logs, or - for standard input"
 
 
@@ -152,7 +153,7 @@ def is_archive(source: Source) -> bool:
     """Whether a file is compressed, and so does not grow. Raises `PermanentError` if it cannot be read."""
     path = source.path or Path(os.devnull)
     with os_errors_as(PermanentError, f"{source.name}: cannot be read"), path.open("rb") as file:
-        return file.read(4).startswith((_GZIP, _ZSTD))
+        return file.read(4).startswith((_GZIP, *_ZSTD))
 
 
 def new_blocks(source: Source, offset: int) -> Iterator[bytes]:
