@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -213,6 +214,15 @@ def test_an_image_asked_for_by_its_short_name_is_one_pull(read: Any) -> None:
     events = read("\n".join(lines))["containerd"]["events"]
     assert [event["phase"] for event in events] == ["begin", "end"]
     assert (events[1]["wall_ns"] - events[0]["wall_ns"]) / 1e9 == 2.9
+
+
+def test_events_of_the_newer_api_have_other_names(read: Any) -> None:
+    """Of the group events.k8s.io, as `kubectl get events.v1.events.k8s.io -o json` prints them."""
+    text = Path("tests/golden/kubernetes/events.log").read_text()
+    newer = {"message": "note", "involvedObject": "regarding", "source": "deprecatedSource"}
+    newer |= {"firstTimestamp": "deprecatedFirstTimestamp", "lastTimestamp": "deprecatedLastTimestamp"}
+    renamed = re.sub(r'"(\w+)":', lambda key: f'"{newer.get(key[1], key[1])}":', text)
+    assert read(renamed) == read(text)
 
 
 def test_neither_a_deleted_pod_nor_a_line_without_time_hides_the_next_begin(read: Any) -> None:

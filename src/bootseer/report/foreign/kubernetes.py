@@ -152,8 +152,9 @@ def _moment(line: Line) -> _Moment:
             record = json.JSONDecoder().raw_decode(text, start)[0]
         except (ValueError, RecursionError):
             record = None
-        if isinstance(record, dict) and isinstance(record.get("message"), str):
-            return _json_moment(line, record)
+        message = (record.get("message") or record.get("note")) if isinstance(record, dict) else None
+        if isinstance(message, str):
+            return _json_moment(line._replace(text=message), record)
     text = text.replace('\\"', '"')
     pod = _TABLE_POD.search(text) or _KLOG_POD.search(text)
     moment = _Moment(line._replace(text=text), (pod[1] or pod[pod.lastindex or 1]) if pod else "")
@@ -181,5 +182,5 @@ def _json_moment(line: Line, record: dict[str, Any]) -> _Moment:
     walls = (line_time(text, reference_ns=LATEST_NS - 1) for text in times if isinstance(text, str))
     wall_ns = next((wall for wall in walls if wall is not None), line.wall_ns)
     pod = make.name(named) if isinstance(named, str) else ""
-    said = line._replace(text=record["message"], wall_ns=wall_ns)
-    return _Moment(said, pod, make.name(host) if isinstance(host, str) else "", make.name(str(about.get("uid", ""))))
+    at = line._replace(wall_ns=wall_ns)
+    return _Moment(at, pod, make.name(host) if isinstance(host, str) else "", make.name(str(about.get("uid", ""))))
