@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -17,9 +18,11 @@ from bootseer.cli.pattern import of_stages
 from bootseer.errors import UsageError
 from bootseer.service import schema
 from bootseer.service.raw import parse_name
-from bootseer.trace.ship import Link, target
+from bootseer.trace.event import decode
+from bootseer.trace.ship import Link, event_lines, target
 from bootseer.trace.ship_logs import Logs
 from conftest_launch import BOOTSEER
+from fleet import Fleet
 from running_service import RunningService, running_service
 
 pytestmark = pytest.mark.slow
@@ -67,6 +70,13 @@ def arrived(service: RunningService, job: str) -> dict[str, list[bytes]]:
         if key is not None and key.folder == job:
             found.setdefault(key.sender.rpartition("-")[0], []).append((key.sequence, data))
     return {name: b"".join(data for _, data in sorted(parts)).splitlines() for name, parts in found.items()}
+
+
+def test_events_in_the_records_of_docker_are_sent():
+    lines = Fleet(1).lines()
+    records = [json.dumps({"log": line.decode(), "stream": "stderr", "time": "2026-11-20T10:00:00Z"}) for line in lines]
+    sent = event_lines("\n".join([*records, "[7]", '{"log": 7, "about": "@bootseer1 {"}', ""]).encode())
+    assert [decode(line) for line in sent] == [decode(line) for line in lines]
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])

@@ -15,7 +15,6 @@ Nothing here raises on bad content: what cannot be read is counted by reason.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import re
 import signal
@@ -34,7 +33,7 @@ from bootseer.report.foreign.times import line_time, other_unit
 from bootseer.report.foreign.torchelastic import AGENT
 from bootseer.report.scanned import Scanned, name_jobs
 from bootseer.report.search import fastest_find, line_starts
-from bootseer.trace.event import MAX_READ_BYTES, TAG_STEM, Event, Malformed, decode, encodable
+from bootseer.trace.event import MAX_READ_BYTES, TAG_STEM, Event, Malformed, decode, encodable, from_json
 from bootseer.trace.sinks import SUFFIX
 
 _LOG = logger(__name__)
@@ -44,8 +43,6 @@ _MAX_PARTS = 64
 _CRI = re.compile(rb"(\d{4}-\d\d-\d\dT\S{1,40} (?:stdout|stderr)) ([PF])(?::\S*)? ")
 _PARTIAL = (b" stdout P ", b" stderr P ")
 _DOCKER = (b'{"log":"', b'{"log": "')
-_JSON_KEYS = ("log", "message", "MESSAGE", "msg")
-"""Keys under which docker, fluentd, the journal and JSON loggers store the line."""
 _ANSI = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 _POD = re.compile(rb"\[pod/([a-z0-9.-]{1,253})/")
 _TAG = re.compile(re.escape(TAG_STEM) + rb"\d{1,4} \{")
@@ -210,7 +207,7 @@ class _FileScan:
         for begin in sorted(events | hits.keys()):
             self.lines += text.count(b"\n", counted, begin)
             counted = begin
-            raw = unwrapped(text, begin)
+            raw = _unwrapped(text, begin)
             if begin in events:
                 self._events(raw)
             wanted = hits.get(begin)
@@ -339,15 +336,15 @@ def _ends_in_tag(text: bytes, begin: int) -> bool:
     return place >= 0 and TAG_STEM.startswith(tail[place:])
 
 
-def unwrapped(text: bytes, begin: int) -> bytes:
+def _unwrapped(text: bytes, begin: int) -> bytes:
     """The line at `begin` as the program wrote it, after the time that the collector added."""
     end = text.find(b"\n", begin)
     line = text[begin : end if end >= 0 else len(text)]
     line = line.strip(b"\0\r")  # a log that was truncated under its writer begins with NULs
     if line.startswith(TAG_STEM):
         return line
-    if line.startswith(b'{"') and (line.startswith(_DOCKER) or TAG_STEM in line):
-        return _from_json(line)
+    if line.startswith(b'{"'):
+        return from_json(line) if line.startswith(_DOCKER) or TAG_STEM in line else line
     match = _CRI.match(line)
     if match is None or match[2] == b"F":
         return line
@@ -364,16 +361,3 @@ def unwrapped(text: bytes, begin: int) -> bytes:
         if more[2] == b"F":
             break
     return b"".join(parts)
-
-
-def _from_json(line: bytes) -> bytes:
-    """The line that a collector wrapped in JSON; unchanged if it is not such a record."""
-    try:
-        record = json.loads(line.decode("utf-8", "replace"))
-    except (ValueError, RecursionError):
-        return line
-    log = next((log for key in _JSON_KEYS if isinstance(log := record.get(key), str)), None)
-    if log is None:
-        return line
-    time = record.get("time")
-    return f"{time} {log}".encode("utf-8", "replace") if isinstance(time, str) else log.encode("utf-8", "replace")

@@ -21,10 +21,9 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 from starlette.requests import Request
 from starlette.responses import Response
 
-from bootseer.report.log_scan import unwrapped
 from bootseer.service.access import Grant
 from bootseer.service.ingest import Batch, Ingest, Outcome, Refused, sort_lines
-from bootseer.trace.event import BEGIN, END, FAILED, INSTANT, KINDS, NO_RANK, OK, Event, encode, stage_name
+from bootseer.trace.event import BEGIN, END, FAILED, INSTANT, KINDS, NO_RANK, OK, Event, encode, from_json, stage_name
 
 TRACES: Final = "traces"
 LOGS: Final = "logs"
@@ -188,7 +187,7 @@ def lines_of_logs(request: Any) -> tuple[list[bytes], int]:
                 for text in _texts(record.body, _DEPTH):
                     if "@bootseer" in text:
                         for line in text.encode("utf-8", "surrogatepass").splitlines():
-                            lines += unwrapped(line, 0).splitlines()
+                            lines += from_json(line).splitlines()
     return lines, 0
 
 

@@ -48,6 +48,8 @@ _PRIME = (1 << 127) - 1
 _SPREAD = 0x2545F4914F6CDD1D9E3779B97F4A7C15
 _MAX_STAGE = 8 * 65  # the longest match of `_STAGE`: a truncated name would be another stage
 _MAX_VALUE = 1024
+_JSON_KEYS = ("log", "message", "MESSAGE", "msg")
+"""Keys under which docker, fluentd, the journal and JSON loggers store the line."""
 _STAGE = r"[a-z0-9_]{1,64}(\.[a-z0-9_]{1,64}){0,7}"
 _TAG = rb"@bootseer(\d{1,4}) (?=\{)"
 # Patterns are compiled at their first use, because a job that only writes events needs only one of them.
@@ -217,6 +219,21 @@ def decode(text: bytes) -> Event:
         return _event(record)
     except RecursionError:  # nested deeply enough to be parsed but not to be encoded again
         raise Malformed("not_json") from None
+
+
+def from_json(line: bytes) -> bytes:
+    """The line that a collector wrapped in JSON; unchanged if it is not such a record."""
+    if not line.startswith(b'{"'):
+        return line
+    try:
+        record = json.loads(line.decode("utf-8", "replace"))
+    except (ValueError, RecursionError):
+        return line
+    log = next((log for key in _JSON_KEYS if isinstance(log := record.get(key), str)), None)
+    if log is None:
+        return line
+    time = record.get("time")
+    return f"{time} {log}".encode("utf-8", "replace") if isinstance(time, str) else log.encode("utf-8", "replace")
 
 
 def _event(record: dict[str, Any]) -> Event:

@@ -26,7 +26,7 @@ from urllib.parse import quote, urlsplit
 from bootseer.errors import UsageError
 from bootseer.io.locks import try_flock
 from bootseer.io.trusted_folder import is_secret
-from bootseer.trace.event import Malformed, decode, fingerprint
+from bootseer.trace.event import Malformed, decode, fingerprint, from_json
 from bootseer.trace.sinks import SUFFIX, safe_name
 from bootseer.trace.spool_tail import MAX_BYTES_PER_LOOK, new_lines, spool_files
 
@@ -372,10 +372,10 @@ def write_positions(file: int, state: object) -> None:
 def event_lines(data: bytes) -> Iterator[bytes]:
     """The lines that contain a valid event, each with its newline."""
     for line in data.split(b"\n"):
-        if b"@bootseer" in line:
+        for one in from_json(line).splitlines() if b"@bootseer" in line else ():
             with contextlib.suppress(Malformed):
-                decode(line)
-                yield line + b"\n"
+                decode(one)
+                yield one + b"\n"
 
 
 def log_headers(job: str) -> dict[str, str]:
