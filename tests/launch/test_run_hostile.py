@@ -158,6 +158,12 @@ def test_wild_variables_cost_nothing(run, events, variables, value):
     assert stages(events(), "end")[-2:] == ["command", "run"]
 
 
+@pytest.mark.parametrize("more", [{}, {"BOOTSEER_DISABLE": "1"}], ids=["measured", "disabled"])
+def test_a_variable_without_a_name_does_not_keep_the_command_from_its_start(run, more):
+    done = run("run", "-q", "--", "env", "=x", *BOOTSEER, "run", "-q", "--", "echo", "works", more=more)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "works\n", "")
+
+
 def test_a_huge_attempt_does_not_end_the_counting(tmp_path):
     spools.make_attempt(str(tmp_path), "job", 10**17)
     assert spools.make_attempt(str(tmp_path), "job", None)[1] == 0

@@ -227,15 +227,16 @@ def _exec(command: Sequence[str], env: Mapping[str, str]) -> NoReturn:
     """Exec the command as shells do: a script without an interpreter line is run by sh. Raises `OSError`."""
     if not command[0]:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+    variables = {name: value for name, value in env.items() if name}  # Python's exec refuses one without a name
     try:
-        os.execvpe(command[0], list(command), dict(env))
+        os.execvpe(command[0], list(command), variables)
     except OSError as error:
         if error.errno != errno.ENOEXEC:
             raise
     import shutil  # rarely needed, and its import costs every job
 
     script = shutil.which(command[0], path=env.get("PATH")) or command[0]
-    os.execve("/bin/sh", ["/bin/sh", script, *command[1:]], dict(env))
+    os.execve("/bin/sh", ["/bin/sh", script, *command[1:]], variables)
 
 
 def _call_enter(enter: Callable[[], None], report: int) -> None:
