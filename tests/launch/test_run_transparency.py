@@ -78,6 +78,11 @@ def test_death_by_signal_is_128_plus_its_number(run, number):
     assert run("run", "--", "sh", "-c", f"kill -{int(number)} $$").returncode == 128 + number
 
 
+def test_a_job_s_own_pythoninspect_starts_no_prompt_after_it(run):
+    done = run("run", "-q", "--", "sh", "-c", "exit 7", more={"PYTHONINSPECT": "1"})
+    assert (done.returncode, done.stdout, done.stderr) == (7, "", "")
+
+
 def test_log_lines_come_when_they_are_asked_for_and_hold_no_arguments(run):
     words = ("run", "-q", "--", "sh", "-c", "exit 3", "--password=hunter2")
     assert run(*words).stderr == ""

@@ -82,10 +82,11 @@ def _end(code: int) -> NoReturn:
     """End the process.
 
     After a deadline or Ctrl-C, threads may still be blocked inside a library. If they resumed while the interpreter
-    shuts down, those of hdfs-native would abort the process: `os._exit` ends them all.
+    shuts down, those of hdfs-native would abort the process: `os._exit` ends them all. It is also used where the job's
+    `PYTHONINSPECT` would start a prompt here.
     """
     threads = sys.modules.get("threading")
-    if threads is not None and any(thread.daemon for thread in threads.enumerate()):
+    if sys.flags.inspect or (threads is not None and any(thread.daemon for thread in threads.enumerate())):
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError, AttributeError):  # full or closed
                 stream.flush()
