@@ -116,6 +116,12 @@ def test_stop_and_continue_reach_the_command(env):
         assert process.wait(timeout=180) == 143
 
 
+def test_a_stop_that_the_command_catches_does_not_stop_the_run(env):
+    with _started(env, f"import signal; signal.signal(20, lambda *_: exit(5)); {SLEEP}") as (process, _):
+        process.send_signal(signal.SIGTSTP)
+        assert process.wait(timeout=180) == 5
+
+
 @pytest.mark.parametrize("flags", [[], ["--began-pattern", "zz"]], ids=["plain", "pattern"])
 def test_a_reader_that_goes_ends_the_writer(env, flags):
     process = subprocess.Popen([*BOOTSEER, "run", "-q", *flags, "--", "yes"], env=env, stdout=subprocess.PIPE)

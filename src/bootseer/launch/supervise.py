@@ -337,7 +337,7 @@ def wait(
         if _send(pid, info.si_signo, own_group=own_group) and info.si_signo in ENDING:
             owed = info.si_signo
         log(__name__, "signal %d passed on to process %d", info.si_signo, pid)
-        if info.si_signo == signal.SIGTSTP:
+        if info.si_signo == signal.SIGTSTP and not proc.catches(pid, signal.SIGTSTP):
             os.kill(os.getpid(), signal.SIGSTOP)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, owed)  # a shell with a trap ends, and leaves its program running; 0 is no signal
