@@ -312,6 +312,13 @@ def test_ctrl_c_arrives_once(env):
     assert re.findall(rb"SIG\w+", output) == [b"SIGINT"]
 
 
+def test_ctrl_c_ends_a_script_as_without_bootseer(env):
+    script = f"{' '.join(BOOTSEER)} run -q -- sh -c 'echo ready; sleep 60'; echo went on"
+    status, output = _on_a_terminal(env, ["/bin/bash", "-c", script], b"\x03", b"ready")
+    assert status == -signal.SIGINT
+    assert b"went on" not in output
+
+
 def test_ctrl_z_and_fg_work(env, tmp_path):
     """A shell with job control stops and continues the job as it would without us."""
     script = tmp_path / "job.sh"

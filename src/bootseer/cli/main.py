@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import io
 import os
+import signal
 import sys
 from contextlib import suppress
 from typing import NoReturn
@@ -85,6 +86,12 @@ def _end(code: int) -> NoReturn:
     shuts down, those of hdfs-native would abort the process: `os._exit` ends them all. It is also used where the job's
     `PYTHONINSPECT` would start a prompt here.
     """
+    supervise = sys.modules.get("bootseer.launch.supervise")
+    if supervise is not None and supervise.is_interrupted and code == 130:
+        # As the command did: a shell's `$?` is 130 all the same, but after an exit its script would go on.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+        os.kill(os.getpid(), signal.SIGINT)
     threads = sys.modules.get("threading")
     if sys.flags.inspect or (threads is not None and any(thread.daemon for thread in threads.enumerate())):
         for stream in (sys.stdout, sys.stderr):

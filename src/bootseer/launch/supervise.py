@@ -79,6 +79,8 @@ _START_S = 120.0
 _MAX_REPORT = 4096  # an atomic write to a pipe
 # Python ignores these two; the command must have their default action.
 _PYTHON_IGNORES = (signal.SIGPIPE, signal.SIGXFSZ)
+is_interrupted = False
+"""Whether Ctrl-C on the terminal ended the command: then a shell's loop around it has to end, too (`cli.main`)."""
 erase = ""
 """What erases the line of progress that is on the terminal, before a message; empty without one."""
 
@@ -301,7 +303,8 @@ def wait(
     command ended.
     `tracer` gets `alive` events at growing intervals: about a hundred on the first day.
     """
-    began_s = time.monotonic()
+    global is_interrupted  # noqa: PLW0603 - of the whole process
+    began_s, is_ctrl_c = time.monotonic(), False
     alive_s, kill_s, owed, writing = began_s + _ALIVE_S, math.inf, 0, allocate_lock()
     own_group = leads_group() if own_group is None else own_group
     awaited = {*FORWARDED, signal.SIGCHLD}
@@ -332,6 +335,7 @@ def wait(
             continue
         if on_signal is not None and signal.getsignal(info.si_signo) is not signal.SIG_IGN:
             on_signal(info.si_signo)
+        is_ctrl_c |= info.si_signo == signal.SIGINT and info.si_code == _FROM_KERNEL
         if not forwards or (not own_group and info.si_code == _FROM_KERNEL and not _is_hangup(info.si_signo)):
             continue
         if _send(pid, info.si_signo, own_group=own_group) and info.si_signo in ENDING:
@@ -341,6 +345,7 @@ def wait(
             os.kill(os.getpid(), signal.SIGSTOP)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, owed)  # a shell with a trap ends, and leaves its program running; 0 is no signal
+    is_interrupted = is_ctrl_c and code == 128 + signal.SIGINT
     log(__name__, "process %d ended with exit code %d after %.3f s", pid, code, time.monotonic() - began_s)
     return code
 
