@@ -42,8 +42,6 @@ def main() -> None:
             _say(f"hint: {error.hint}")
         code = error.exit_code
     except (Interrupted, KeyboardInterrupt) as error:
-        import signal
-
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # another Ctrl-C ends it at once, without a traceback
         _say("bootseer: interrupted")
         code = error.exit_code if isinstance(error, Interrupted) else 130
