@@ -81,7 +81,8 @@ def test_a_root_that_was_there_shows_both_and_deletions(setup: Setup, tmp_path: 
     (root / "replaced" / "hidden").touch()
     setup.write(root / "lib" / "new.py", "new")
     setup.write(root / "replaced" / "fresh", "")
-    changes = setup.changes(root, deleted=[root / "lib" / "gone.py"], opaque=[root / "replaced"])
+    deleted = [root / "lib" / "gone.py", root / "replaced" / "hidden"]
+    changes = setup.changes(root, deleted=deleted, opaque=[root / "replaced"])
     wanted = LayerOptions(cache=tmp_path / "cache", runtime=tmp_path / "runtime")
     with closing(mount_layer(setup.document(changes, [root]), setup.store, wanted)) as layer:
         view = show(layer.at, root)
@@ -90,6 +91,7 @@ def test_a_root_that_was_there_shows_both_and_deletions(setup: Setup, tmp_path: 
             "./lib/old.py",
             "./replaced/fresh",
         ]
+        assert run_in(view.enter, f"ls {root}/replaced") == "fresh\n"
         view.close()
     assert sorted(path.name for path in (root / "lib").iterdir()) == ["gone.py", "old.py"]
 

@@ -40,7 +40,7 @@ def test_a_mounted_snapshot_is_what_its_manifest_says(tmp_path: Path) -> None:
     upper = _fill(tmp_path / "upper")
     (upper / "closed").mkdir()
     os.setxattr(upper / "lib/tool", "user.note", b"x")
-    changes = [*changes_of(upper, opaque=("/closed",)), deleted("/lib/gone")]
+    changes = [*changes_of(upper, opaque=("/closed",)), deleted("/lib/gone"), deleted("/closed/old")]
     entries = snapshot(MemoryStore(str(tmp_path)), upper, changes=changes).entries
     with shown(upper, tmp_path, changes=changes) as layer:
         for tier in ("quick", "full"):

@@ -224,7 +224,7 @@ def test_deletions_and_replaced_directories_hide_the_files_below(tmp_path: Path)
         (below / path).write_text("below")
     (upper / "replaced").mkdir(parents=True)
     (upper / "replaced/new").write_text("upper")
-    changes = [*changes_of(upper, opaque=("/replaced",)), deleted("/kept/goes")]
+    changes = [*changes_of(upper, opaque=("/replaced",)), deleted("/kept/goes"), deleted("/replaced/old")]
     (tmp_path / "merged/kept").mkdir(parents=True)
     with shown(upper, tmp_path, changes=changes, root=str(tmp_path / "merged")) as layer:
         with overlay([layer, below], tmp_path / "view") as view:

@@ -101,7 +101,8 @@ class _Comparison(NamedTuple):
         try:
             status = os.lstat(path)
         except (FileNotFoundError, NotADirectoryError):
-            return "" if entry.kind == "deleted" and not self.layer else "missing"
+            is_hidden = entry.kind == "deleted" and (not self.layer or is_opaque(path.rpartition(b"/")[0]))
+            return "" if is_hidden else "missing"
         except OSError as error:
             return f"cannot be read: {error.strerror}"
         try:

@@ -199,6 +199,10 @@ class _SnapshotWriter:
         return self._writer.finish()
 
     def _add(self, item: Item) -> None:
+        if item.kind == "deleted":
+            self._add_whiteout(item)
+            self.entries.append(item.entry)
+            return
         known = self._first.get(item.inode) if item.inode != _ALONE else None
         if known is not None:
             inode, first = known
@@ -251,8 +255,6 @@ class _SnapshotWriter:
 
     def _add_inode(self, item: Item, extent: Extent) -> int:
         """Add a path whose data, if any, was written to `extent`; its inode. Directories come before their entries."""
-        if item.kind == "deleted":
-            return self._add_whiteout(item)
         entry = item.entry
         xattrs = {os.fsencode(name): value for name, value in entry.xattrs.items()}
         if entry.opaque:
@@ -266,12 +268,14 @@ class _SnapshotWriter:
             self._directories[item.raw] = inode
         return inode
 
-    def _add_whiteout(self, item: Item) -> int:
-        """Add a whiteout at the item's path; its inode."""
+    def _add_whiteout(self, item: Item) -> None:
+        """Add a whiteout at the item's path; not in an opaque directory, where overlayfs would list its name."""
+        above = self._files.get(item.raw.rpartition(b"/")[0])
+        if above is not None and above.entry.opaque:
+            return
         if self._whiteout is None:
             self._whiteout = self._tree.add(Attributes(stat.S_IFCHR))
         self._link(item, self._whiteout)
-        return self._whiteout
 
     def _link(self, item: Item, inode: int) -> None:
         """Link an inode at the item's path."""
