@@ -6,6 +6,7 @@ import errno
 import hashlib
 import os
 import stat
+import struct
 import subprocess
 import sys
 import threading
@@ -105,6 +106,39 @@ def test_a_file_that_is_as_the_setup_found_it_is_replaced(machine: Machine) -> N
     machine.restore(machine.entries(before={"/home/u/.bashrc": sha256("old\n")}))
     assert machine.at("/home/u/.bashrc").read_text() == "old\nnew\n"
     assert stat.S_IMODE(machine.at("/home/u/.bashrc").stat().st_mode) == 0o600
+
+
+def test_attributes_of_files_that_are_there_already_are_set(machine: Machine) -> None:
+    root, setup, is_root = machine.at("/home/u"), machine.setup, os.geteuid() == 0
+    for above in (root, setup.at("/home/u")):
+        (above / "folder").mkdir()
+        for name in ("server", "first"):
+            (above / name).write_text("same")
+            (above / name).chmod(0o644)
+        (above / "link").symlink_to("server")
+    os.link(root / "first", root / "second")
+    os.chown(setup.at("/home/u/link"), -1, 5 if is_root else -1, follow_symlinks=False)
+    for name in ("server", "folder"):
+        os.setxattr(setup.at(f"/home/u/{name}"), "user.note", b"x")
+    setup.at("/home/u/first").chmod(0o600)
+    before = {f"/home/u/{name}": sha256("same") for name in ("server", "first")}
+    entries = machine.entries(before={**before, "/home/u/folder": "directory", "/home/u/link": "symlink:server"})
+    assert machine.restore(entries) == 3 + is_root
+    assert os.getxattr(root / "server", "user.note") == os.getxattr(root / "folder", "user.note") == b"x"
+    # The setup saw a copy of its own.
+    assert [stat.S_IMODE((root / name).stat().st_mode) for name in ("first", "second")] == [0o600, 0o644]
+    assert not is_root or (root / "link").lstat().st_gid == 5
+    assert machine.restore(entries) == 0
+
+
+def test_files_do_not_inherit_an_access_list_that_their_folder_got_later(machine: Machine) -> None:
+    machine.setup.write("/home/u/shared/file", "x", mode=0o600)
+    rows = ((1, 7, -1), (2, 7, 1000), (4, 5, -1), (16, 7, -1), (32, 5, -1))
+    access_list = struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *row) for row in rows)
+    os.setxattr(machine.setup.at("/home/u/shared"), "system.posix_acl_default", access_list)
+    machine.restore(machine.entries())
+    assert os.getxattr(machine.at("/home/u/shared"), "system.posix_acl_default") == access_list
+    assert os.listxattr(machine.at("/home/u/shared/file")) == []
 
 
 @pytest.mark.parametrize("theirs", ["their own\n", None])

@@ -164,7 +164,10 @@ class _Planner(Struct):
         if entry.kind != "deleted" and self._is_after(entry, found):
             if entry.opaque:
                 self._check_others(entry)
-            return None if _has_attributes(entry, found) else "set_attributes"
+            if self._has_attributes(entry, found):
+                return None
+            # The other names of the file are not in the snapshot, or get the new file, too.
+            return "replace" if stat.S_ISREG(found.st_mode) and found.st_nlink > 1 else "set_attributes"
         if entry.kind != "deleted" and (_is_bytecode(entry.path) or _GIT_FILES.fullmatch(entry.path)):
             return None  # Python checks bytecode itself; git works with its own files
         return self._operation_over(entry, found)
@@ -227,6 +230,16 @@ class _Planner(Struct):
             left = hashlib.file_digest(file, "sha256").hexdigest()
         return _sha256(self.tree.read(entry.path)) == left
 
+    def _has_attributes(self, entry: Entry, found: os.stat_result) -> bool:
+        """Whether mode, owner and extended attributes are as the setup left them, as far as this user may change them.
+        Other extended attributes may be there."""
+        if entry.kind == "directory" and entry.before != "directory":
+            # An existing folder keeps its mode, unless an interrupted restore has created it with a preliminary mode.
+            return stat.S_IMODE(found.st_mode) != entry.mode | 0o700 or entry.mode & 0o700 == 0o700
+        owner = (found.st_uid, found.st_gid) == (entry.uid, entry.gid) or os.geteuid() != 0
+        xattrs = all(self.tree.has_xattr(entry.path, name, value) for name, value in entry.xattrs.items())
+        return owner and stat.S_IMODE(found.st_mode) == entry.mode and xattrs
+
     def _check_others(self, entry: Entry) -> None:
         """Delete, or refuse, entries of a replaced folder that are not in its new version."""
         for name in self.tree.names(entry.path):
@@ -248,17 +261,6 @@ class _Planner(Struct):
 
     def _refuse(self, entry: Entry, reason: str) -> None:
         self.reasons.append(f"{entry.path}: {reason}")
-
-
-def _has_attributes(entry: Entry, found: os.stat_result) -> bool:
-    """Whether mode and owner are as the setup left them, as far as this user may change them."""
-    if entry.kind == "symlink":
-        return True
-    if entry.kind == "directory" and entry.before != "directory":
-        # An existing folder keeps its mode, unless an interrupted restore has created it with a preliminary mode.
-        return stat.S_IMODE(found.st_mode) != entry.mode | 0o700 or entry.mode & 0o700 == 0o700
-    owner = (found.st_uid, found.st_gid) == (entry.uid, entry.gid) or os.geteuid() != 0
-    return owner and stat.S_IMODE(found.st_mode) == entry.mode
 
 
 def _is_bytecode(path: str) -> bool:

@@ -166,6 +166,8 @@ class _Writer:
         if entry.kind == "symlink":
             return
         for attribute, value in entry.xattrs.items():
+            if also and attribute == "system.posix_acl_default":
+                continue  # last: files that are written into the folder would inherit it
             try:
                 os.setxattr(opened, attribute, value)
             except OSError as error:

@@ -87,6 +87,15 @@ class SafeTree:
             raise IsADirectoryError(f"{path} is not a regular file")
         return opened
 
+    def has_xattr(self, path: str, name: str, value: bytes) -> bool:
+        """Whether a file has this extended attribute; True on a file system without any."""
+        above, _, file = path.rpartition("/")
+        with self.folder(above) as folder:
+            try:
+                return os.getxattr(f"/proc/self/fd/{folder}/{file}", name, follow_symlinks=False) == value
+            except OSError as error:
+                return error.errno == errno.ENOTSUP
+
     def target(self, path: str) -> str:
         above, _, name = path.rpartition("/")
         with self.folder(above) as folder:
