@@ -78,6 +78,13 @@ def test_where_events_cannot_be_written_snapshots_are_made_and_used_all_the_same
     assert place.num_setups == 1
 
 
+def test_what_a_process_writes_that_ends_after_the_setup_is_in_the_snapshot(place: Place) -> None:
+    script = place.counting_script(f"(sleep 0.4; echo late > {place.site}/late.txt) &\n")
+    wait = f"for _ in $(seq 50); do [ ! -e {place.site}/late.txt ] || exit 0; sleep 0.1; done; exit 1"
+    for place.cache in ("cache", "other"):
+        place.run("--setup", script, "--", "sh", "-c", wait)
+
+
 def test_of_a_setup_that_is_not_snapshot_safe_no_further_start_waits_for_a_builder(place: Place) -> None:
     secret = "export API_TOKEN=" + "a1B2" * 10
     script, gate = gated(place, secret)

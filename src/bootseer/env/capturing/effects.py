@@ -222,7 +222,7 @@ class Baseline:
         *,
         mentions: Sequence[str] = (),
         command: Sequence[str] = (),
-        grace_s: float = 1.0,
+        grace_s: float = 0.0,
         relaunch: SetupContext | None = None,
     ) -> tuple[list[str], list[str], list[Daemon]]:
         """Reasons why the setup is not snapshot-safe: what it does each time, and what happened this time; and its

@@ -35,6 +35,7 @@ from bootseer.env.keys.key import RequestKey
 from bootseer.env.keys.lock import own_uv
 from bootseer.env.keys.request_key import changed_inputs, facts_folder_of
 from bootseer.env.life.decide import Decision
+from bootseer.env.processes import processes
 from bootseer.env.restoring.host import show_on_host
 from bootseer.env.restoring.roots import Division, divide, is_system
 from bootseer.env.restoring.safe_tree import TreeFolders
@@ -59,6 +60,7 @@ from bootseer.launch.restart import end_processes
 from bootseer.launch.supervise import say
 from bootseer.units import listed
 
+_GRACE_S, _POLL_S = 1.0, 0.02
 _INSTALLERS = ("uv", "uvx", "conda", "mamba", "micromamba", "pixi", "poetry", "pdm")
 
 
@@ -118,6 +120,7 @@ def capture(
             return done, None, None
         captured = _CapturedSetup(host, key, view, baseline, done)
         with interruptible(), task.stage("capture") as facts:
+            captured.wait_for_processes(watch.background.pid)
             captured.reads = watch.end()
             captured.find_changes()
             facts["changes"] = len(captured.changes)
@@ -169,7 +172,7 @@ def _end_daemons(baseline: Baseline, daemons: Sequence[Daemon], made: Mapping[st
 class _CapturedSetup:
     """A successful setup in a capture, and whether it can be published: its reads, side effects and defects.
 
-    `reads` is set first, then `find_changes` is called.
+    `wait_for_processes` is called first, then `reads` is set and `find_changes` called.
     """
 
     reads: Reads
@@ -187,6 +190,16 @@ class _CapturedSetup:
         self._view = view
         self._baseline = baseline
         self.done = done
+
+    def wait_for_processes(self, watcher: int) -> None:
+        """Wait for processes that are about to end, but the `watcher`: what they do belongs to the setup."""
+        until_s = time.monotonic() + _GRACE_S
+        while (left := self._baseline.running().keys() - {watcher}) and time.monotonic() < until_s:
+            time.sleep(_POLL_S)
+        table = processes()
+        self._left = {pid for pid in left if pid in table and table[pid].parent not in left}
+        if not left:
+            self.done = self.done.ending_now()
 
     def find_changes(self) -> None:
         """Find the changes of the setup, with files that it read and rewrote unchanged."""
@@ -228,6 +241,8 @@ class _CapturedSetup:
             self.reads, mentions=used, command=command, relaunch=setup
         )
         self.daemons = tuple(daemons)
+        if self._left - self._baseline.running().keys():
+            this_time.append("it left a process that ended while its changes were looked for: let it wait for that one")
         for line in self._view.left_out.warnings:
             say(line)
         # Build logs contain the node's name, too: only setups that name such variables are searched.
