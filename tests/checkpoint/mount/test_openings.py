@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -132,3 +133,42 @@ def test_files_created_in_a_setgid_folder_belong_to_its_group(one: MountedPlace,
             assert (seen.st_uid, seen.st_gid, seen.st_mode & 0o2000) == (user, 5, 0o2000)
             seen = (root / f"shared/{user}/f").stat()
             assert (seen.st_uid, seen.st_gid) == (user, 5)
+
+
+@pytest.mark.parametrize("change", ["remove", "rename", "move", "replace"])
+def test_a_file_that_is_opened_while_its_name_is_changed_is_written_like_on_a_disk(
+    one: MountedPlace, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    f, step, opened = one.target / "f", "remove" if change == "remove" else "rename", []
+    f.write_text("old")
+    (one.target / "g").write_text("other")
+    (one.target / "folder").mkdir()
+    until(lambda: one.shown.facts()["open_files"] == 0, "the writer's end is told")
+    in_place = getattr(one.files, step)
+
+    def open_and_change(*arguments: object) -> object:
+        before = one.shown.facts()["open_files"]
+        opening.start()
+        until(lambda: one.shown.facts()["open_files"] > before, "the file is being opened")
+        return in_place(*arguments)
+
+    opening = threading.Thread(target=lambda: opened.append(os.open(f, os.O_WRONLY | os.O_TRUNC)))
+    monkeypatch.setattr(one.files, step, open_and_change)
+    if change == "remove":
+        f.unlink()
+    elif change == "replace":
+        (one.target / "g").rename(f)
+    else:
+        f.rename(one.target / ("g" if change == "rename" else "folder/f"))
+    opening.join(DEADLINE_S)
+    os.write(opened[0], b"new")
+    os.close(opened[0])
+    until(lambda: one.shown.facts()["open_files"] == 0, "the writer's end is told")
+    there = {str(path.relative_to(one.root)): path.read_text() for path in one.root.rglob("*") if path.is_file()}
+    assert there == {
+        "remove": {"g": "other"},
+        "rename": {"g": "new"},
+        "move": {"folder/f": "new", "g": "other"},
+        "replace": {"f": "other"},
+    }[change]
+    assert (one.shown.lost(), one.said) == ([], [])

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -293,10 +293,10 @@ class CheckpointFiles:
         path = self._child(parent, name)
         with self._logging_errors(f"removing {path}"):
             node = self._nodes.at(path)
-            with _changing(node) as content:
+            with self._changing(node) as content:
                 is_live = node is not None and node.is_live
                 seen = self._listings.was_there(path)
-                is_known = seen is not None and node is not None and content is None and is_same(seen, node.info)
+                is_known = seen is not None and node is not None and not is_live and is_same(seen, node.info)
                 try:
                     self._files.remove(path, seen.entry if seen is not None and is_known else None)
                 except NotFoundError:
@@ -336,7 +336,7 @@ class CheckpointFiles:
             node, replaced = self._nodes.at(source), self._nodes.at(target)
             if node is not None and node.is_folder:
                 self._end_writing_below(source, target)
-            with _changing(node) as content:
+            with self._changing(node) as content:
                 if content is not None:
                     content.publish()
                     if folder_of(source) != folder_of(target):
@@ -344,7 +344,7 @@ class CheckpointFiles:
                         if self._files.stat(source).is_striped:
                             raise os_error(errno.EXDEV)
                         content.end_writing()
-                with _changing(replaced if replaced is not node else None) as lost:
+                with self._changing(replaced if replaced is not node else None) as lost:
                     self._files.rename(source, target)
                     if content is not None:
                         content.renamed(target)
@@ -355,6 +355,16 @@ class CheckpointFiles:
                 self._listings.forget_all()
             else:
                 self._listings.forget(folder_of(source), folder_of(target))
+
+    @contextmanager
+    def _changing(self, node: Node | None) -> Iterator[Content | None]:
+        """The content of a file whose name is being changed, None for a folder. It is neither written nor published
+        meanwhile, also by those who open it meanwhile."""
+        if node is None or node.is_folder:
+            yield None
+        else:
+            with self._open.changing(node) as content, content.changing():
+                yield content
 
     def _end_writing_below(self, source: str, target: str) -> None:
         """Before a folder is renamed: wait until no file there, or below the folder that it replaces, is being written.
@@ -483,12 +493,3 @@ def _kill_check(caller: Caller) -> Check:
             raise os_error(errno.EINTR)
 
     return check
-
-
-@contextmanager
-def _changing(node: Node | None) -> Iterator[Content | None]:
-    """The content of a file whose name is being changed, if it is open. It is neither written nor published
-    meanwhile."""
-    content = None if node is None else node.content
-    with nullcontext() if content is None else content.changing():
-        yield content
