@@ -255,6 +255,20 @@ def test_of_two_concurrent_closes_both_report_a_failed_publication(held: Held) -
     assert (root / "f").read_text() == "old"
 
 
+def test_a_lost_file_that_is_still_read_is_listed_by_its_name(held: Held) -> None:
+    root = held.mounted.target
+    writer = os.open(root / "f", os.O_WRONLY | os.O_CREAT)
+    reader = os.open(root / "f", os.O_RDONLY)
+    os.write(writer, b"new")
+    held.error = PermanentError("the place refuses it")
+    held.go_on()
+    assert held.begin(lambda: number_of(lambda: os.close(writer))).result(DEADLINE_S) == errno.EIO
+    until(lambda: held.mounted.shown.facts()["open_files"] == 1, "the writer's end is told")
+    assert held.mounted.shown.lost() == ["f"]
+    assert number_of(lambda: os.pread(reader, 9, 0)) == errno.ESTALE
+    os.close(reader)
+
+
 def test_a_truncate_that_reports_an_error_has_changed_nothing(mounts: Mounts, tmp_path: Path) -> None:
     place = StepwisePlace(FolderPlace(tmp_path / "place"))
     one = mounts(place=place)

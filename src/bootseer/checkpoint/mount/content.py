@@ -338,6 +338,8 @@ class Content:
     def _drop(self, writer: FileWriter) -> None:
         self._detach(self._node)
         with self.lock:
+            # With the old size, readers would see the end of the file and not an error.
+            self._node.info = replace(self._node.info, size_bytes=writer.size_bytes)
             self._writer = None
             self._is_dirty = False
             self._num_changes += 1

@@ -232,24 +232,23 @@ class CheckpointFiles:
         found = self._nodes.get(node)
         if found.is_folder:
             raise os_error(errno.EISDIR)
-        path = found.path
+        path = found.info.path
         with self._logging_errors(f"opening {path}"):
             try:
                 return self._open.open(found, flags, caller.thread, _kill_check(caller))
             except (OSError, BootseerError):
                 # A stale listing may be the reason, and the kernel will look the name up again.
-                if path is not None:
-                    self._listings.forget(folder_of(path))
+                self._listings.forget(folder_of(path))
                 raise
 
     def read(self, node: int, handle: int, offset: int, length: int, reply: Reply, room: memoryview) -> None:
         opened = self._open.get(handle)
-        with self._logging_errors(f"reading {opened.node.path}"):
+        with self._logging_errors(f"reading {opened.node.info.path}"):
             opened.content.read(offset, length, reply, room)
 
     def write(self, node: int, handle: int, offset: int, data: memoryview, caller: Caller) -> None:
         opened = self._open.get(handle)
-        with self._logging_errors(f"writing {opened.node.path}"):
+        with self._logging_errors(f"writing {opened.node.info.path}"):
             opened.write(offset, data, _kill_check(caller))
 
     def flush(self, node: int, handle: int, caller: Caller) -> None:
@@ -262,7 +261,7 @@ class CheckpointFiles:
 
     def release(self, node: int, handle: int) -> None:
         opened = self._open.get(handle)
-        path = opened.node.path
+        path = opened.node.info.path
         try:
             if opened.only_reads:  # leaves the folder's cached listing valid
                 with self._logging_errors(f"closing {path}"):
@@ -272,20 +271,19 @@ class CheckpointFiles:
                 self._open.close(handle)
         except OSError as error:
             self._context.on_error(f"{path} was not published: {error}")
-            self._lost.append(path or "")
+            self._lost.append(path)
             raise
 
     @contextmanager
     def _publishing(self, handle: int) -> Iterator[Handle]:
         """An open file, whose entry in its folder's listing the block may change."""
         opened = self._open.get(handle)
-        path = opened.node.path
+        path = opened.node.info.path
         try:
             with self._logging_errors(f"publishing {path}"):
                 yield opened
         finally:
-            if path is not None:
-                self._listings.forget(folder_of(path))
+            self._listings.forget(folder_of(path))
 
     # Changes of names
 

@@ -36,7 +36,7 @@ class Node(Struct, eq=False):
     path: str | None
     """None when the name leads to another node, or is gone."""
     info: FileInfo
-    """The latest known attributes."""
+    """The latest known attributes, with the latest path."""
     content: Content | None = None
     """Set while the file is open."""
     lookup_count: int = 0
