@@ -269,6 +269,26 @@ def test_a_lost_file_that_is_still_read_is_listed_by_its_name(held: Held) -> Non
     os.close(reader)
 
 
+def test_a_file_that_is_moved_elsewhere_right_after_its_publication_was_closed_well(
+    one: MountedPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish = one.place.write_bytes
+
+    def publish_and_move(path: str, data: bytes, *, mode: int) -> object:
+        done = publish(path, data, mode=mode)
+        (one.root / path).rename(one.root / "moved")
+        return done
+
+    with (one.target / "f").open("wb", buffering=0) as file:
+        file.write(b"new")
+        os.utime(file.fileno(), (0, 1_000_000_000))
+        monkeypatch.setattr(one.place, "write_bytes", publish_and_move)
+    assert (one.root / "moved").read_bytes() == (one.target / "moved").read_bytes() == b"new"
+    until(lambda: not (one.target / "f").exists(), "it is not known any more")
+    until(lambda: one.shown.facts()["open_files"] == 0, "the writer's end is told")
+    assert (one.shown.lost(), one.said) == ([], [])
+
+
 def test_a_truncate_that_reports_an_error_has_changed_nothing(mounts: Mounts, tmp_path: Path) -> None:
     place = StepwisePlace(FolderPlace(tmp_path / "place"))
     one = mounts(place=place)

@@ -306,7 +306,9 @@ class Content:
             raise PermanentError(f"{path}: its folder was renamed while the file was opened; write it again")
         before, self._published = self._published, writer.sync(check)
         # An older entry of the place may be outdated: attributes were set since, or the file was renamed.
-        info = self._apply_attributes(path, None if self._published is before else self._published.entry)
+        info = replace(self._node.info, size_bytes=writer.size_bytes)
+        with contextlib.suppress(NotFoundError):  # removed or moved elsewhere since it was published
+            info = self._apply_attributes(path, None if self._published is before else self._published.entry)
         with self.lock:
             if num_changes == self._num_changes:
                 self._node.info = info
