@@ -165,10 +165,11 @@ def test_a_file_that_is_opened_while_its_name_is_changed_is_written_like_on_a_di
     os.close(opened[0])
     until(lambda: one.shown.facts()["open_files"] == 0, "the writer's end is told")
     there = {str(path.relative_to(one.root)): path.read_text() for path in one.root.rglob("*") if path.is_file()}
-    assert there == {
+    expected = {
         "remove": {"g": "other"},
         "rename": {"g": "new"},
         "move": {"folder/f": "new", "g": "other"},
         "replace": {"f": "other"},
-    }[change]
+    }
+    assert there == expected[change]
     assert (one.shown.lost(), one.said) == ([], [])

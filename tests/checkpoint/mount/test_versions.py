@@ -17,11 +17,12 @@ from pathlib import Path
 
 import pytest
 
+from bootseer.checkpoint.layout import Policy
 from bootseer.fuse.filesystem import Caller
 from bootseer.fuse.protocol import ROOT
 from bootseer.fuse.requests import VALID_S
 from checkpoint.mount.conftest import Mounts
-from checkpoint.mounted_place import MIB, MountedPlace, number_of
+from checkpoint.mounted_place import MIB, STRIPED, MountedPlace, number_of
 from waiting import until
 
 pytestmark = pytest.mark.fuse
@@ -268,6 +269,30 @@ def test_a_synced_file_without_a_name_that_cannot_be_truncated_is_an_io_error(on
         os.fsync(file.fileno())
         (one.target / "f").unlink()
         assert number_of(lambda: os.ftruncate(file.fileno(), 5)) == errno.EIO
+
+
+@pytest.mark.parametrize("policy", [STRIPED, Policy(stripes=1, replication=5)])
+def test_a_folder_that_was_removed_or_renamed_does_not_come_back(
+    one: MountedPlace, other: MountedPlace, policy: Policy
+) -> None:
+    one.files.policy = lambda path: policy  # type: ignore[method-assign]
+    for name in ("a", "b"):
+        (one.target / name).mkdir()
+    renamed = (one.target / "a/f").open("wb", buffering=0)
+    nameless = (one.target / "b/f").open("wb", buffering=0)
+    (other.target / "a").rename(other.target / "c")
+    (one.target / "b/f").unlink()
+    (one.target / "b").rmdir()
+
+    def write(file: FileIO) -> None:
+        with file:
+            file.write(b"x" * LARGE)
+            os.fsync(file.fileno())
+
+    assert number_of(lambda: write(renamed)) == errno.ENOENT
+    assert number_of(lambda: write(nameless)) in (None, errno.ENOENT)
+    until(lambda: one.shown.facts()["open_files"] == 0, "the writers' ends are told")
+    assert sorted(path.name for path in one.root.iterdir()) == ["c"]
 
 
 def test_a_temporary_file_without_a_name_is_written_and_read(one: MountedPlace, other: MountedPlace) -> None:

@@ -25,7 +25,7 @@ from bootseer.checkpoint.writing.lane import NodeLoad, WritingSettings
 from bootseer.errors import BootseerError, CorruptError, IsFolderError, NotFoundError, TransientError
 from bootseer.io.executor import Executor
 from bootseer.logs import logger
-from bootseer.places.place import SMALL_FILE_REPLICAS, TEMPORARY_PREFIX, Entry, OpenFile, read_blocking
+from bootseer.places.place import SMALL_FILE_REPLICAS, TEMPORARY_PREFIX, Entry, OpenFile, folder_of, read_blocking
 
 _LOG = logger(__name__)
 
@@ -83,6 +83,10 @@ class Publication:
         folder = f"{self.path.rpartition('/')[0]}/{TEMPORARY_PREFIX}" if self._in_attempt else f"{self.folder}/"
         self.has_folder = True
         return f"{folder}{secrets.token_hex(8)}"
+
+    def check_folder(self) -> None:
+        """Raise `NotFoundError` if the file's folder was removed or renamed: with its parts it would come back."""
+        self.place.stat(folder_of(self.path))
 
     def publish(self, segments: Sequence[Segment]) -> Written:
         """Check the lengths of the parts, publish the file in place of its predecessor, and remove other parts."""
@@ -217,6 +221,7 @@ def write_ordinary(
     names: list[str] = []
 
     def write() -> None:
+        publication.check_folder()
         names.append(publication.hidden_name() if place.shows_unfinished else path)
         # The exact length, so that the place can choose the block size.
         part_bytes = max(-(-size_bytes // CHUNK_BYTES), 1) * CHUNK_BYTES

@@ -388,6 +388,7 @@ class SegmentWriter:
             f"{self.start // CHUNK_BYTES:06x}.{'p' if number == self.stripes else number}.{secrets.token_hex(4)}"
             for number in numbers
         ]
+        publication.check_folder()
         return publication.place.begin_parts(
             [f"{publication.folder}/{name}" for name in names],
             part_bytes=policy.part_bytes,
