@@ -156,6 +156,16 @@ def test_a_file_that_was_removed_elsewhere_is_created_again(one: MountedPlace, o
     assert (one.target / "f").read_bytes() == b"new"
 
 
+def test_a_file_that_was_removed_elsewhere_is_not_truncated(one: MountedPlace, other: MountedPlace) -> None:
+    for size in (0, 1):
+        (one.target / "f").write_bytes(b"old")
+        until(lambda: one.shown.facts()["open_files"] == 0, "the writer's end is told")
+        assert (one.target / "f").stat().st_size == 3
+        (other.target / "f").unlink()
+        assert number_of(lambda: os.truncate(one.target / "f", size)) == errno.ENOENT  # noqa: B023 - called here
+        assert list(one.root.iterdir()) == []
+
+
 def test_files_that_others_create_and_remove_are_noticed(one: MountedPlace, other: MountedPlace) -> None:
     assert not (one.target / "f").exists()
     (other.target / "f").write_bytes(b"x")

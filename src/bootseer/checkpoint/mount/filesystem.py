@@ -159,7 +159,7 @@ class CheckpointFiles:
 
     def _resize(self, node: Node, size_bytes: int) -> None:
         opened = node.content
-        if size_bytes and (opened is None or not (opened.writers or opened.is_dirty or opened.is_removed)):
+        if opened is None or not (opened.writers or opened.is_dirty or opened.is_removed):
             self._open.check_version(node)  # readers here may have an older one open
         with self._open.changing(node) as content:
             if size_bytes == 0:
