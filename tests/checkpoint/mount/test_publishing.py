@@ -205,6 +205,7 @@ def test_attributes_that_are_reset_after_a_sync_apply_to_the_published_file(one:
 def test_a_close_that_cannot_publish_keeps_the_writes_of_others(held: Held) -> None:
     root = held.mounted.target
     (root / "f").write_text("old")
+    until(lambda: held.mounted.shown.facts()["open_files"] == 0, "no thread holds the turn that is replaced below")
     writer = os.open(root / "f", os.O_RDWR)
     turn = FairTurn()
     node = held.mounted.shown._nodes.at("f")
@@ -229,6 +230,7 @@ def test_of_two_concurrent_closes_both_report_a_failed_publication(held: Held) -
     """Both are the last ones: each has seen that the other has ended."""
     root = held.mounted.target
     (root / "f").write_text("old")
+    until(lambda: held.mounted.shown.facts()["open_files"] == 0, "no thread holds the turn that is replaced below")
     writer = os.open(root / "f", os.O_RDWR)
     os.write(writer, b"new")
     held.error = PermanentError("the place refuses it")
