@@ -156,7 +156,8 @@ def test_sigterm_while_a_lock_is_made_ends_uv_and_leaves_no_folder(tmp_path: Pat
         locking.send_signal(signal.SIGTERM)
         assert locking.communicate()[1] == b"bootseer: interrupted\n"
     assert locking.returncode == 143
-    assert not ProcessId.of(int((tmp_path / "pid").read_text()))
+    left = int((tmp_path / "pid").read_text())
+    until(lambda: not ProcessId.of(left), "uv, which was killed, has ended")
     assert list((tmp_path / "scratch").iterdir()) == []
 
 

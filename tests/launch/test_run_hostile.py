@@ -195,7 +195,8 @@ def test_a_job_of_slurm_is_found_by_its_name_and_by_its_number(run):
 def test_what_srun_starts_on_another_node_is_of_that_node(run, events):
     words = ["env", "SLURMD_NODENAME=n2", *BOOTSEER, "stage", "probe", "--", "true"]
     assert run("run", "-q", "--", *words, more={"SLURM_JOB_ID": "5", "SLURMD_NODENAME": "n1"}).returncode == 0
-    assert {(event.stage, event.node) for event in events()} == {("run", "n1"), ("command", "n1"), ("probe", "n2")}
+    stages = {(event.stage, event.node) for event in events() if event.stage != "alive"}  # of a slow start
+    assert stages == {("run", "n1"), ("command", "n1"), ("probe", "n2")}
 
 
 def test_a_command_that_never_ran_has_no_report(run):
