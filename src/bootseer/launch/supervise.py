@@ -338,10 +338,11 @@ def wait(
         is_ctrl_c |= info.si_signo == signal.SIGINT and info.si_code == _FROM_KERNEL
         if not forwards or (not own_group and info.si_code == _FROM_KERNEL and not _is_hangup(info.si_signo)):
             continue
+        stops = info.si_signo == signal.SIGTSTP and not proc.catches(pid, signal.SIGTSTP)  # before its handler ends it
         if _send(pid, info.si_signo, own_group=own_group) and info.si_signo in ENDING:
             owed = info.si_signo
         log(__name__, "signal %d passed on to process %d", info.si_signo, pid)
-        if info.si_signo == signal.SIGTSTP and not proc.catches(pid, signal.SIGTSTP):
+        if stops:
             os.kill(os.getpid(), signal.SIGSTOP)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, owed)  # a shell with a trap ends, and leaves its program running; 0 is no signal
