@@ -6,7 +6,7 @@ from pathlib import Path
 LIMIT = 500
 # Limits for src. A change that needs more raises them, with the reason in its commit message; one that removes code
 # lowers them.
-SRC_LINES = 95_316
+SRC_LINES = 95_314
 SRC_FILES = 483
 FOLDERS = ("src", "tests", "examples", "benchmarks", "scripts")
 SUFFIXES = (".py", ".sh")

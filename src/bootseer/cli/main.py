@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import io
 import os
-import signal
 import sys
 from contextlib import suppress
 from typing import NoReturn
@@ -42,6 +41,8 @@ def main() -> None:
             _say(f"hint: {error.hint}")
         code = error.exit_code
     except (Interrupted, KeyboardInterrupt) as error:
+        import signal  # not for every verb: it imports `enum`, which takes 2 ms
+
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # another Ctrl-C ends it at once, without a traceback
         _say("bootseer: interrupted")
         code = error.exit_code if isinstance(error, Interrupted) else 130
@@ -86,6 +87,8 @@ def _end(code: int) -> NoReturn:
     """
     supervise = sys.modules.get("bootseer.launch.supervise")
     if supervise is not None and supervise.is_interrupted and code == 130:
+        import signal
+
         # As the command did: a shell's `$?` is 130 all the same, but after an exit its script would go on.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])

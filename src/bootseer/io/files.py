@@ -7,6 +7,7 @@ import ctypes
 import errno
 import os
 from functools import cache
+from io import BufferedReader
 from pathlib import Path
 
 _KEEP_SIZE = 0x01  # <linux/falloc.h>
@@ -43,6 +44,11 @@ def write_all(fd: int, data: bytes | bytearray | memoryview, offset: int) -> Non
     written = os.pwrite(fd, data, offset)
     while written < len(data):
         written += os.pwrite(fd, memoryview(data)[written:], offset + written)
+
+
+def open_unfollowed(path: str | Path) -> BufferedReader:
+    """Open a file of another user for reading: a link is an `OSError`, and a named pipe is empty."""
+    return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
 
 
 def discard(path: Path) -> None:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -29,7 +29,7 @@ from bootseer.artifact.workload import workload_key
 from bootseer.errors import BootseerError, PermanentError
 from bootseer.hook.programs import FACTS, KNOWN, MAX_BYTES, RECORD, SCHEMA, left_out, recorded
 from bootseer.io import proc
-from bootseer.io.files import replace_file
+from bootseer.io.files import open_unfollowed, replace_file
 from bootseer.launch.observers import COMMAND_ENDED, StartReport, reporting_errors
 from bootseer.launch.process_snapshot import MADE, NEW, PENDING, REFUSED, RESTORED, is_secret
 from bootseer.launch.session import Session
@@ -223,7 +223,7 @@ class WarmStart:
             return
         secrets = [(name, value) for name, value in self._env.items() if is_secret(name, value)]
         for pages in made.glob("pages-*.img"):
-            with _open(pages) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory:
+            with open_unfollowed(pages) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory:
                 for name, value in secrets:
                     if len(value) >= _SHORTEST_SECRET and memory.find(os.fsencode(value)) >= 0:
                         basis = msgspec.json.decode(_read(made / FACTS))["basis"]
@@ -277,13 +277,8 @@ class WarmStart:
         return found
 
 
-def _open(path: Path) -> BinaryIO:
-    """Open a file of the job's processes, which may be a link, which is an error, or a named pipe, which is empty."""
-    return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
-
-
 def _read(path: Path) -> bytes:
-    with _open(path) as file:
+    with open_unfollowed(path) as file:
         return file.read(MAX_BYTES + 1)
 
 

@@ -30,13 +30,12 @@ from bootseer.env.capturing.daemons import SetupContext, find_restartable, privi
 from bootseer.env.capturing.exclude import Exclusions
 from bootseer.env.capturing.leftovers import SCRATCH, is_mentioned, left_elsewhere, left_in_scratch
 from bootseer.env.capturing.reads import Reads
-from bootseer.env.capturing.walk import open_file
 from bootseer.env.changes import Change
 from bootseer.env.document import Daemon
 from bootseer.env.processes import process
 from bootseer.errors import BootseerError
 from bootseer.io import proc
-from bootseer.io.files import lines_of
+from bootseer.io.files import lines_of, open_unfollowed
 from bootseer.mounts.kernel import mount_table
 from bootseer.units import listed
 
@@ -152,7 +151,7 @@ def mentions(changes: Iterable[Change]) -> list[str]:
             continue
         with contextlib.suppress(OSError):
             if _points_python(change.path):
-                with open_file(change.source) as file:
+                with open_unfollowed(change.source) as file:
                     found.append(file.read(_MAX_POINTER_BYTES).decode("utf-8", "replace"))
             elif (target := os.readlink(change.source)).startswith(SCRATCH):  # noqa: PTH115 - half as long
                 found.append(target)
@@ -169,7 +168,7 @@ def files_of_node(changes: Iterable[Change], patterns: Sequence[re.Pattern[str]]
     for change in changes if patterns else ():
         with contextlib.suppress(OSError):
             if change.source and not _LOG.fullmatch(change.path) and stat.S_ISREG(os.lstat(change.source).st_mode):
-                with open_file(change.source) as file:
+                with open_unfollowed(change.source) as file:
                     text = file.read(_MAX_POINTER_BYTES).decode("utf-8", "replace")
                 found += [change.path] if any(pattern.search(text) for pattern in patterns) else []
     return found

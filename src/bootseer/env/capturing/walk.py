@@ -11,7 +11,6 @@ import os
 import stat
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from io import BufferedReader
 
 from bootseer.env.capturing.exclude import Exclusions, Kind, Rule
 from bootseer.env.changes import Action, Change
@@ -19,6 +18,7 @@ from bootseer.env.document import LeftOutPath
 from bootseer.env.restoring.roots import is_system, may_be_edited
 from bootseer.env.restoring.safe_tree import is_opaque
 from bootseer.errors import PermanentError
+from bootseer.io.files import open_unfollowed
 from bootseer.logs import logger
 
 _PIECE = 1 << 20
@@ -93,7 +93,7 @@ def same_content(one: PathState, other: PathState) -> bool:
 
 def same_bytes(one: str, other: str) -> bool:
     """Whether two files have the same content."""
-    with open_file(one) as first, open_file(other) as second:
+    with open_unfollowed(one) as first, open_unfollowed(other) as second:
         while (piece := first.read(_PIECE)) == second.read(_PIECE):
             if not piece:
                 return True
@@ -108,16 +108,11 @@ def records_before(path: str) -> bool:
 def describe_state(found: PathState) -> str:
     """In the form of `Change.before`."""
     if found.kind == "file":
-        with open_file(found.path) as file:
+        with open_unfollowed(found.path) as file:
             return f"file:sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
     if found.kind == "symlink":
         return f"symlink:{os.readlink(found.path)}"  # noqa: PTH115
     return "directory" if found.kind == "directory" else "other"
-
-
-def open_file(path: str) -> BufferedReader:
-    """Open for reading, never through a link that has replaced the file."""
-    return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
 
 
 @dataclass(frozen=True, slots=True)
